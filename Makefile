@@ -1,0 +1,61 @@
+# The commands of the README. They need make, and a python3 of 3.11 or newer with its venv module.
+#   TORCH_INDEX=URL   an extra package index for torch, for example PyTorch's own CPU or CUDA index
+#   MODEL, PORT       what `make serve` serves, and where
+
+PYTHON ?= python3
+VENV ?= .venv
+INSTALL ?= --editable '.[dev]'
+TORCH_INDEX ?=
+MODEL ?= demo
+HOST ?= 127.0.0.1
+PORT ?= 8000
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help install serve fmt check test lock clean
+
+help:
+	@echo "make install | serve | fmt | check | test | lock | clean"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml hatch_build.py requirements.lock
+	@$(PYTHON) -c 'import sys, venv; sys.exit("python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(INDEX) --constraint requirements.lock $(INSTALL)
+	@touch $@
+
+serve: install
+	$(BIN)/jetspecpp serve --model $(MODEL) --host $(HOST) --port $(PORT)
+
+fmt: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(SOURCES) tests hatch_build.py
+	$(BIN)/lint-imports
+
+test: install
+	$(BIN)/python -m pytest
+
+# Resolve the newest versions that pyproject.toml admits, without installing them. The lock names no build of torch
+# (+cpu, +cu130): a constraint on 2.13.0 admits each of them.
+lock:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(INDEX) --dry-run --ignore-installed --report $(VENV)/lock.json '.[dev]'
+	$(BIN)/python -c 'import json, sys; \
+	found = [item["metadata"] for item in json.load(sys.stdin)["install"]]; \
+	pins = [(item["name"].lower(), item["version"].partition("+")[0]) for item in found]; \
+	print(*sorted("==".join(pin) for pin in pins if pin[0] != "jetspec-pp"), sep="\n")' \
+	< $(VENV)/lock.json > $(VENV)/lock.txt
+	cp $(VENV)/lock.txt requirements.lock
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,102 @@
+"""The networks a drafter runs, loaded and checked against each other. Knows no sequences."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.adapter import Adapter, check_adapter_fits, load_adapter
+from modeling.architecture import Architecture
+from modeling.decoder import Decoder
+from modeling.draft_model import DraftConfig, DraftModel, check_draft_fits, load_draft_model
+from modeling.layers import RotaryTable
+from modeling.target import Target, load_target_top
+from modeling.vocabulary import DraftHead
+
+
+@dataclass(frozen=True)
+class DraftNetworks:
+    """Draft model, adapter (None: no foresight) and decoder, with the target's embedding and the drafting head."""
+
+    model: DraftModel
+    adapter: Adapter | None
+    decoder: Decoder
+    embedding: Tensor
+    head: DraftHead
+    rotary: RotaryTable  # of the target, the adapter and the decoder
+    draft_rotary: RotaryTable
+    target: Architecture
+
+    @property
+    def config(self) -> DraftConfig:
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings [..., hidden] of token ids."""
+        return F.embedding(token_ids, self.embedding)
+
+    def to_token_ids(self, columns: Tensor) -> Tensor:
+        """Token ids of head columns."""
+        return self.head.token_ids[columns]
+
+    def to_columns(self, token_ids: Sequence[int]) -> list[int]:
+        """Head columns of token ids, -1 where the draft vocabulary lacks one."""
+        return [self.head.column(token_id) for token_id in token_ids]
+
+
+def assemble(
+    target: Target, model: DraftModel, token_ids: Tensor | None, adapter: Adapter | None, num_positions: int
+) -> DraftNetworks:
+    """Put loaded parts together and freeze them for inference; `target` needs its embedding, head, norm and the
+    layers above the deepest tap only.
+
+    Raises `UnsupportedModel` naming what does not fit.
+    """
+    shape = target.architecture
+    check_draft_fits(model.config, shape)
+    if adapter is not None:
+        check_adapter_fits(adapter.config, model.config.tap_layers, shape)
+    head = DraftHead(target.head, token_ids, packed=True)
+    first = model.config.tap_layers[-1] + 1
+    layers = tuple(target.layer(index) for index in range(first, shape.num_layers))
+    for layer in layers:
+        layer.pack()
+    model.pack()
+    if adapter is not None:
+        adapter.pack()
+    return DraftNetworks(
+        model=model,
+        adapter=adapter,
+        decoder=Decoder(layers, first, target.norm, shape.rms_eps, head),
+        embedding=target.embedding,
+        head=head,
+        rotary=RotaryTable(shape, num_positions, target.dtype, target.device),
+        draft_rotary=RotaryTable(model.config.architecture, num_positions, target.dtype, target.device),
+        target=shape,
+    )
+
+
+def load_networks(
+    target_folder: Path,
+    draft_folder: Path,
+    adapter_folder: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_positions: int,
+) -> DraftNetworks:
+    """Load everything a drafter needs; of the target only what it uses. Raises `UnsupportedModel`."""
+    loaded = load_draft_model(draft_folder, dtype, device)
+    target = load_target_top(target_folder, dtype, device, loaded.model.config.tap_layers[-1] + 1)
+    adapter = None if adapter_folder is None else load_adapter(adapter_folder, dtype, device)
+    return assemble(target, loaded.model, loaded.token_ids, adapter, num_positions)

@@ -1,0 +1,120 @@
+"""Blocks for several outcomes at once: initial draft J0, Jacobi passes, context refresh with anchor replacement.
+
+Rows are independent; all of them share one packed pass. A row's slots before its anchor slot are frozen: fixed
+tokens whose
+keys come from refreshed features (section 4.3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draft_worker.foresight import predict
+from draft_worker.packing import FrozenSlots, Packing, pack_outcomes, packed_layer
+from draft_worker.sequence import DraftSequence
+
+
+@dataclass
+class Drafts:
+    """R blocks in the making.
+
+    anchors [R]; token_ids [R, γ] drafts d_1..d_γ; confidences [R, γ] the probability each had when it was chosen;
+    num_frozen [R]: slots that are context; slot num_frozen holds the row's current anchor.
+    """
+
+    packing: Packing
+    anchors: Tensor
+    token_ids: Tensor
+    confidences: Tensor
+    num_frozen: Tensor
+    feature: Tensor | None = None
+
+
+@torch.inference_mode()
+def begin(
+    sequence: DraftSequence,
+    num_accepted: Sequence[int],
+    anchors: Sequence[int],
+    num_draft_tokens: int,
+    generator: torch.Generator,
+) -> Drafts:
+    """J0: anchors followed by noise drawn from the verified tokens (or masks), one pass."""
+    networks, config = sequence.networks, sequence.networks.config
+    num_slots = config.num_slots(num_draft_tokens)
+    rows = len(anchors)
+    packing = pack_outcomes(sequence, num_accepted, num_slots, config.causal)
+    if config.inputs == "mask":
+        assert config.mask_token_id is not None
+        noise = torch.full((rows, num_draft_tokens), config.mask_token_id, device=networks.device)
+    else:
+        verified = torch.tensor(sequence.token_ids)
+        drawn = torch.randint(len(verified), (rows, num_draft_tokens), generator=generator)
+        noise = verified[drawn].to(networks.device)
+    drafts = Drafts(
+        packing=packing,
+        anchors=torch.tensor(anchors, device=networks.device),
+        token_ids=noise,
+        confidences=torch.zeros(rows, num_draft_tokens, device=networks.device),
+        num_frozen=torch.zeros(rows, dtype=torch.long, device=networks.device),
+    )
+    refine(sequence, drafts)
+    return drafts
+
+
+@torch.inference_mode()
+def refine(sequence: DraftSequence, drafts: Drafts) -> None:
+    """One Jacobi pass over the slots after each row's anchor slot (equation 8)."""
+    networks, memory, packing = sequence.networks, sequence.memory, drafts.packing
+    model, shifted = networks.model, networks.config.slots == "shifted"
+    hidden = networks.embed(_slot_tokens(drafts).flatten())
+    rotary = networks.draft_rotary.at(packing.positions)
+    mask = packing.mask(model.config.architecture.group_size, networks.dtype)
+    frozen = _frozen(drafts)
+    for index, layer in enumerate(model.decoder_layers()):
+        hidden = packed_layer(layer, index, memory.draft, packing, mask, hidden, rotary, frozen)
+    hidden = model.final(hidden).unflatten(0, (packing.num_rows, packing.num_slots))
+    if not shifted:
+        hidden = hidden[:, 1:]
+    logits = networks.head.logits(hidden).float()
+    top, column = logits.max(dim=-1)
+    draft_number = torch.arange(1, drafts.token_ids.shape[1] + 1, device=networks.device)
+    is_open = draft_number[None, :] > drafts.num_frozen[:, None]
+    drafts.token_ids = torch.where(is_open, networks.to_token_ids(column), drafts.token_ids)
+    drafts.confidences = torch.where(is_open, (top - logits.logsumexp(-1)).exp(), drafts.confidences)
+
+
+@torch.inference_mode()
+def refresh(sequence: DraftSequence, drafts: Drafts) -> None:
+    """Re-predict the states of every row's draft, and replace its anchor at the first slot the decoder disagrees with.
+
+    Causality makes the rows of frozen slots come out as before, so the first disagreement lies behind them.
+    """
+    networks, packing = sequence.networks, drafts.packing
+    foresight = predict(sequence, packing, _slot_tokens(drafts).flatten())
+    drafts.feature = networks.model.feature(foresight.taps)
+    num_drafts = drafts.token_ids.shape[1]
+    log_p = foresight.log_p.unflatten(0, (packing.num_rows, packing.num_slots))[:, :num_drafts]
+    best, column = log_p.max(dim=-1)
+    decoded = networks.to_token_ids(column)
+    draft_number = torch.arange(1, num_drafts + 1, device=networks.device)
+    differs = (decoded != drafts.token_ids) & (draft_number[None, :] > drafts.num_frozen[:, None])
+    first = torch.where(differs, draft_number[None, :], num_drafts + 1).amin(dim=1)  # [R]
+    replaced = draft_number[None, :] == first[:, None]
+    drafts.token_ids = torch.where(replaced, decoded, drafts.token_ids)
+    drafts.confidences = torch.where(replaced, best.exp(), drafts.confidences)
+    drafts.num_frozen = first
+
+
+def _slot_tokens(drafts: Drafts) -> Tensor:
+    """Input tokens [R, S]: the anchor, then as many drafts as there are slots left."""
+    return torch.cat((drafts.anchors[:, None], drafts.token_ids[:, : drafts.packing.num_slots - 1]), dim=1)
+
+
+def _frozen(drafts: Drafts) -> FrozenSlots | None:
+    if drafts.feature is None:
+        return None
+    slot = torch.arange(drafts.packing.num_slots, device=drafts.num_frozen.device)
+    is_frozen = slot[None, :] < drafts.num_frozen[:, None]
+    return FrozenSlots(is_frozen.flatten()[:, None, None], drafts.feature)

@@ -1,0 +1,136 @@
+"""One round of one sequence on the drafter's side: from the block under verification to the blocks prepared for its
+endings.
+
+`steps()` is the round as a story, cut where the worker may look at its inbox. Knows no messages and no clock.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from decoding.calibration import Calibration, calibrated_scores
+from decoding.outcomes import OutcomeTable, top_outcomes
+from decoding.plan import PassPlan
+from decoding.selection import select
+from draft_worker.foresight import Foresight, foresee
+from draft_worker.refinement import Drafts, begin, refine, refresh
+from draft_worker.sequence import DraftSequence
+
+CANDIDATES_PER_ROW = 32
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """Drafts d_1..d_γ and the probability each had when it was chosen."""
+
+    token_ids: tuple[int, ...]
+    confidences: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class PreparedBlock:
+    """A block of the speculation cache, for the outcome (num_accepted, anchor)."""
+
+    num_accepted: int
+    anchor: int
+    block: DraftBlock
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """How outcomes are scored and chosen. Without a calibration the decoder's own probabilities rank them (equation
+    6)."""
+
+    calibration: Calibration | None
+    threshold: float | None
+    excluded_token_ids: frozenset[int]
+
+
+@dataclass
+class DraftRound:
+    """The work of one round. `prepared` always holds the best finished version; `version` counts them."""
+
+    sequence: DraftSequence
+    block: DraftBlock
+    plan: PassPlan
+    rule: SelectionRule
+    generator: torch.Generator
+    prepared: list[PreparedBlock] = field(default_factory=list)
+    version: int = 0
+    outcomes: list[tuple[int, int]] = field(default_factory=list)
+    foresight: Foresight | None = None
+
+    def steps(self) -> Iterator[str]:
+        """Yields the name of each phase just before it runs; after `draft` and every `refine` a new version is
+        ready."""
+        yield "foresight"
+        self.foresight = foresee(
+            self.sequence,
+            [self.sequence.token_ids[-1], *self.block.token_ids],
+            with_refresh=self.plan.num_refreshes > 0,
+        )
+        self.outcomes = self._select(self.foresight)
+        if not self.outcomes:
+            return
+        yield "draft"
+        drafts = begin(
+            self.sequence,
+            [num_accepted for num_accepted, _ in self.outcomes],
+            [anchor for _, anchor in self.outcomes],
+            len(self.block.token_ids),
+            self.generator,
+        )
+        self._publish(drafts)
+        for number in range(self.plan.num_passes):
+            if number < self.plan.num_refreshes:
+                yield "refresh"
+                refresh(self.sequence, drafts)
+            yield "refine"
+            refine(self.sequence, drafts)
+            self._publish(drafts)
+
+    def find(self, num_accepted: int, anchor: int) -> DraftBlock | None:
+        """The best finished block for an outcome."""
+        for entry in self.prepared:
+            if entry.num_accepted == num_accepted and entry.anchor == anchor:
+                return entry.block
+        return None
+
+    def score(self, foresight: Foresight) -> OutcomeTable:
+        """All candidate outcomes, best first (equation 6, or the calibrated score of equation 8)."""
+        columns = self.sequence.networks.to_columns(self.block.token_ids)
+        if self.rule.calibration is None:
+            return top_outcomes(foresight.log_p, columns, CANDIDATES_PER_ROW)
+        confidences = torch.tensor(self.block.confidences, device=foresight.log_p.device)
+        return calibrated_scores(foresight.log_p, columns, confidences, self.rule.calibration, CANDIDATES_PER_ROW)
+
+    def _select(self, foresight: Foresight) -> list[tuple[int, int]]:
+        networks = self.sequence.networks
+        excluded = [c for c in networks.to_columns(sorted(self.rule.excluded_token_ids)) if c >= 0]
+        chosen = select(self.score(foresight), self.plan.cache_size, excluded, self.rule.threshold)
+        anchors = networks.to_token_ids(chosen.column).tolist()
+        return list(zip(chosen.num_accepted.tolist(), anchors, strict=True))
+
+    def _publish(self, drafts: Drafts) -> None:
+        self.prepared = [
+            PreparedBlock(num_accepted, anchor, block)
+            for (num_accepted, anchor), block in zip(self.outcomes, blocks_of(drafts), strict=True)
+        ]
+        self.version += 1
+
+
+def blocks_of(drafts: Drafts) -> list[DraftBlock]:
+    """The rows of a packed batch as plain values."""
+    tokens, confidences = drafts.token_ids.tolist(), drafts.confidences.tolist()
+    return [DraftBlock(tuple(t), tuple(c)) for t, c in zip(tokens, confidences, strict=True)]
+
+
+def fallback_block(sequence: DraftSequence, num_draft_tokens: int, generator: torch.Generator) -> DraftBlock:
+    """The block of a miss: one pass from true states for the verified anchor."""
+    return blocks_of(begin(sequence, [-1], [sequence.token_ids[-1]], num_draft_tokens, generator))[0]
+
+
+def unknown_block(token_ids: Sequence[int]) -> DraftBlock:
+    """A block whose confidences are not known (the verifier started one that is no longer remembered)."""
+    return DraftBlock(tuple(token_ids), tuple(0.5 for _ in token_ids))

@@ -1,0 +1,100 @@
+"""Measured times of the drafter's phases, at start by trial and afterwards as they happen, for the automatic pass
+plan."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import torch
+
+from decoding.plan import PassPlan, PhaseTimes, choose_plan
+from draft_worker.foresight import foresee
+from draft_worker.networks import DraftNetworks
+from draft_worker.refinement import begin, refine, refresh
+from draft_worker.sequence import DraftSequence, new_memory
+
+Phase = Literal["install", "foresight", "draft", "refresh", "refine", "push"]
+PHASES: tuple[Phase, ...] = ("install", "foresight", "draft", "refresh", "refine", "push")
+TRIAL_LENGTH = 192
+TRIAL_REPEATS = 4
+HOST_S = 0.0005
+NO_TIMES = PhaseTimes(foresight_s=0.0, pass_s=0.0, refresh_s=0.0, host_s=0.0)
+"""Stands for a drafter without foresight, which has no plan to choose."""
+
+
+@dataclass
+class PhaseClock:
+    """Seconds and runs by phase since the start."""
+
+    total_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    count: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Time one run of a phase."""
+        started = time.perf_counter()
+        yield
+        name = cast(Phase, phase)
+        self.total_s[name] += time.perf_counter() - started
+        self.count[name] += 1
+
+
+def measure_phases(
+    networks: DraftNetworks, num_draft_tokens: int, cache_sizes: tuple[int, ...]
+) -> dict[int, PhaseTimes]:
+    """Best of a few runs of each phase on made-up states, by cache size."""
+    generator = torch.Generator().manual_seed(0)
+    memory = new_memory(networks, TRIAL_LENGTH + 64, num_draft_tokens, max(cache_sizes))
+    sequence = DraftSequence(networks, memory, [0] * (TRIAL_LENGTH + 1))
+    sequence.num_rows = TRIAL_LENGTH
+    block = [0] * (num_draft_tokens + 1)
+    times = {}
+    for size in cache_sizes:
+        rows = [index % (num_draft_tokens + 1) for index in range(size)]
+        best = [float("inf")] * 3
+        for _ in range(TRIAL_REPEATS):
+            marks = [time.perf_counter()]
+            foresee(sequence, block, with_refresh=True)
+            marks.append(time.perf_counter())
+            drafts = begin(sequence, rows, [0] * size, num_draft_tokens, generator)
+            marks.append(time.perf_counter())
+            refresh(sequence, drafts)
+            marks.append(time.perf_counter())
+            refine(sequence, drafts)
+            best = [min(old, after - before) for old, before, after in zip(best, marks[:-1], marks[1:], strict=True)]
+        times[size] = PhaseTimes(foresight_s=best[0], pass_s=best[1], refresh_s=best[2], host_s=HOST_S)
+    return times
+
+
+class PlanChooser:
+    """The pass plan: fixed numbers where given, else what fits into the measured verification time (equation 3)."""
+
+    def __init__(
+        self,
+        times: dict[int, PhaseTimes],
+        cache_size: int | None,
+        num_passes: int | None,
+        num_refreshes: int | None,
+    ) -> None:
+        self._times = {size: t for size, t in times.items() if cache_size is None or size == cache_size}
+        self._num_passes = num_passes
+        self._num_refreshes = num_refreshes
+        self._verify_s: float | None = None
+        self.plan = self._choose()
+
+    def observe_verification(self, seconds: float) -> None:
+        """Take the time from one outcome to the next of a sequence whose block was ready."""
+        before = self._verify_s
+        self._verify_s = seconds if before is None else 0.9 * before + 0.1 * seconds
+        self.plan = self._choose()
+
+    def _choose(self) -> PassPlan:
+        if self._verify_s is None:
+            chosen = PassPlan(1, 1, min(4, max(self._times)) if 4 in self._times else max(self._times))
+        else:
+            chosen = choose_plan(self._times, self._verify_s)
+        passes = chosen.num_passes if self._num_passes is None else self._num_passes
+        refreshes = min(passes, chosen.num_refreshes) if self._num_refreshes is None else self._num_refreshes
+        return PassPlan(passes, min(refreshes, passes), chosen.cache_size)

@@ -1,0 +1,345 @@
+"""The drafter's loop: receive, schedule, draft one phase, report.
+
+Sequences share the worker phase by phase: whoever waits for a block goes first, then the sequence that is least far.
+It can
+be restarted at any time: everything it knows comes from the verifier's messages.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from decoding.calibration import Calibration
+from decoding.uniforms import noise_generator
+from draft_worker.inbox import OutcomeArrival, OutcomeInbox
+from draft_worker.networks import DraftNetworks
+from draft_worker.round import DraftBlock, DraftRound, SelectionRule, fallback_block, unknown_block
+from draft_worker.sequence import DraftSequence, SequenceMemory, new_memory
+from draft_worker.timing import PHASES, PhaseClock, PlanChooser
+from modeling.tensors import from_bytes
+from protocol.channel import Channel, wait_any
+from protocol.frames import Received, TensorFrame
+from protocol.messages import (
+    Block,
+    CacheEntry,
+    CachePush,
+    CloseSequence,
+    ContextRows,
+    ControlMessage,
+    Desynchronised,
+    DrafterReady,
+    DrafterStatus,
+    OpenSequence,
+    OutcomeRows,
+    PeerAccepted,
+    PeerHello,
+    PeerMessage,
+    PeerRejected,
+    PhaseTiming,
+    Stop,
+)
+
+logger = logging.getLogger("jetspec.drafter")
+
+IDLE_WAIT_S = 0.05
+STATUS_INTERVAL_S = 0.5
+HELLO_INTERVAL_S = 0.5
+PHASE_ORDER = {phase: order for order, phase in enumerate(("foresight", "draft", "refresh", "refine"))}
+
+
+class DrafterRefused(RuntimeError):
+    """The verifier rejected the handshake; the message says what differs."""
+
+
+@dataclass(frozen=True)
+class DrafterLimits:
+    """Sizes both workers agreed on. Positions hold the longest sequence plus the blocks that may reach beyond it."""
+
+    num_draft_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_cache_size: int
+
+    @property
+    def num_positions(self) -> int:
+        return self.max_model_len + 2 * (self.num_draft_tokens + 1)
+
+
+@dataclass
+class DraftedSequence:
+    """One sequence and the round it is in. `remembered`: confidences of the blocks the verifier may start."""
+
+    sequence_id: int
+    sequence: DraftSequence
+    stop_token_ids: frozenset[int]
+    generator: torch.Generator
+    inbox: OutcomeInbox = field(default_factory=OutcomeInbox)
+    round: DraftRound | None = None
+    steps: Iterator[str] | None = None
+    next_phase: str | None = None
+    num_steps: int = 0
+    block_started_at: float | None = None
+    remembered: dict[tuple[int, ...], DraftBlock] = field(default_factory=dict)
+
+
+class DraftWorker:
+    """Drafts for all sequences the verifier opens. Channels are given; `control` may be None (tests, evaluation)."""
+
+    def __init__(
+        self,
+        networks: DraftNetworks,
+        limits: DrafterLimits,
+        hello: PeerHello,
+        chooser: PlanChooser,
+        calibration: Calibration | None,
+        threshold: float | None,
+        peer: Channel[PeerMessage],
+        control: Channel[ControlMessage] | None,
+    ) -> None:
+        self._networks = networks
+        self._limits = limits
+        self._hello = hello
+        self._chooser = chooser
+        self._calibration = calibration
+        self._threshold = threshold
+        self._peer = peer
+        self._control = control
+        self._memories: dict[int, SequenceMemory] = {}
+        self._sequences: dict[int, DraftedSequence] = {}
+        self._clock = PhaseClock()
+        self._is_accepted = False
+        self._is_announced = False
+        self._is_stopping = False
+        self._num_stale = 0
+        self._reported_at = 0.0
+        self._hello_at = float("-inf")
+
+    def run(self) -> None:
+        """Work until told to stop. Raises `DrafterRefused` when the verifier does not take this drafter."""
+        while not self._is_stopping:
+            self._greet()
+            self._receive()
+            self._announce()
+            work = self._schedule()
+            if work is None:
+                wait_any([channel for channel in (self._peer, self._control) if channel is not None], IDLE_WAIT_S)
+            else:
+                self._advance(work)
+            self._report()
+
+    def stop(self) -> None:
+        """End `run` after the current phase."""
+        self._is_stopping = True
+
+    # --- receiving
+
+    def _greet(self) -> None:
+        now = time.monotonic()
+        if not self._is_accepted and now - self._hello_at > HELLO_INTERVAL_S:
+            self._hello_at = now
+            self._peer.send(self._hello)
+
+    def _receive(self) -> None:
+        """Take in everything that has arrived, without waiting."""
+        while self._control is not None and (command := self._control.receive(0.0)) is not None:
+            if isinstance(command.message, Stop):
+                self._is_stopping = True
+        while (received := self._peer.receive(0.0)) is not None:
+            self._take(received)
+        for state in list(self._sequences.values()):
+            while (arrival := state.inbox.take()) is not None:
+                self._absorb(state, arrival)
+            if state.inbox.is_lost:
+                self._give_up(state, "an outcome is missing")
+
+    def _take(self, received: Received[PeerMessage]) -> None:
+        match received.message:
+            case PeerAccepted():
+                self._accept()
+            case PeerRejected(reason=reason):
+                raise DrafterRefused(reason)
+            case OpenSequence() as message:
+                self._open(message)
+            case ContextRows() as message:
+                self._install_context(message, received.frames)
+            case OutcomeRows() as message:
+                state = self._sequences.get(message.sequence_id)
+                if state is None:
+                    self._num_stale += 1
+                else:
+                    state.inbox.put(OutcomeArrival(message, tuple(received.frames), time.perf_counter()))
+            case CloseSequence(sequence_id=sequence_id):
+                self._sequences.pop(sequence_id, None)
+            case _:
+                self._num_stale += 1
+
+    def _accept(self) -> None:
+        if not self._is_accepted:
+            plan = self._chooser.plan
+            logger.info("accepted; plan J=%d R=%d B=%d", plan.num_passes, plan.num_refreshes, plan.cache_size)
+        self._is_accepted = True
+
+    def _announce(self) -> None:
+        """Tell the server once that there is a drafter; a send before the link stands is refused, so it is repeated."""
+        if self._is_announced or not self._is_accepted or self._control is None:
+            return
+        plan = self._chooser.plan
+        self._is_announced = self._control.send(
+            DrafterReady(
+                pid=self._hello.pid,
+                plan_passes=plan.num_passes,
+                plan_refreshes=plan.num_refreshes,
+                cache_size=plan.cache_size,
+            )
+        )
+
+    def _open(self, message: OpenSequence) -> None:
+        if message.slot >= self._limits.max_num_seqs or len(message.prompt_token_ids) > self._limits.max_model_len:
+            self._num_stale += 1
+            return
+        memory = self._memories.get(message.slot)
+        if memory is None:
+            limits = self._limits
+            memory = new_memory(self._networks, limits.num_positions, limits.num_draft_tokens, limits.max_cache_size)
+            self._memories[message.slot] = memory
+        self._sequences[message.sequence_id] = DraftedSequence(
+            message.sequence_id,
+            DraftSequence(self._networks, memory, message.prompt_token_ids),
+            frozenset(message.stop_token_ids),
+            noise_generator(0, message.sequence_id),
+        )
+
+    def _install_context(self, message: ContextRows, frames: tuple[TensorFrame, ...] | list[TensorFrame]) -> None:
+        state = self._sequences.get(message.sequence_id)
+        if state is None:
+            self._num_stale += 1
+        elif message.start == state.sequence.num_rows and state.inbox.next_round == 0:
+            self._install(state, frames)
+        elif message.start > state.sequence.num_rows:
+            self._give_up(state, "context rows are missing")
+        else:
+            self._num_stale += 1
+
+    def _install(self, state: DraftedSequence, frames: tuple[TensorFrame, ...] | list[TensorFrame]) -> None:
+        device, dtype = self._networks.device, self._networks.dtype
+        taps, decoder_kv = (from_bytes(frame.dtype, frame.shape, frame.data, device).to(dtype) for frame in frames)
+        with self._clock.measure("install"):
+            state.sequence.install(taps, decoder_kv)
+
+    def _absorb(self, state: DraftedSequence, arrival: OutcomeArrival) -> None:
+        """A verification ended: answer if the verifier waits, take the true rows over, start on the next block."""
+        message, finished = arrival.message, state.round
+        if message.start != state.sequence.num_rows or len(message.drafts) < message.num_accepted:
+            self._give_up(state, f"rows from {message.start} on do not follow {state.sequence.num_rows}")
+            return
+        if state.block_started_at is not None and not message.awaiting:
+            busy = max(1, sum(other.round is not None for other in self._sequences.values()))
+            self._chooser.observe_verification((arrival.arrived_at - state.block_started_at) / busy)
+        state.round = state.steps = state.next_phase = None
+        state.sequence.token_ids += [*message.drafts[: message.num_accepted], message.anchor]
+        block: DraftBlock | None = None
+        if message.awaiting:
+            block = None if finished is None else finished.find(message.num_accepted, message.anchor)
+            if block is not None:
+                self._answer(state, message, block, is_late_hit=True)
+                self._install(state, arrival.frames)
+            else:
+                self._install(state, arrival.frames)
+                with self._clock.measure("draft"):
+                    block = fallback_block(state.sequence, self._limits.num_draft_tokens, state.generator)
+                self._answer(state, message, block, is_late_hit=False)
+            state.block_started_at = None
+        else:
+            self._install(state, arrival.frames)
+            if message.next_drafts is not None:
+                drafts = tuple(message.next_drafts)
+                block = state.remembered.get(drafts) or unknown_block(drafts)
+                state.block_started_at = arrival.arrived_at
+        if block is not None and block.token_ids and self._networks.adapter is not None:
+            self._begin_round(state, block)
+
+    def _begin_round(self, state: DraftedSequence, block: DraftBlock) -> None:
+        state.round = DraftRound(
+            state.sequence,
+            block,
+            self._chooser.plan,
+            SelectionRule(self._calibration, self._threshold, state.stop_token_ids),
+            state.generator,
+        )
+        state.steps = state.round.steps()
+        state.next_phase = next(state.steps, None)
+        state.num_steps = 0
+        state.remembered = {}
+
+    def _answer(self, state: DraftedSequence, message: OutcomeRows, block: DraftBlock, *, is_late_hit: bool) -> None:
+        with self._clock.measure("push"):
+            self._peer.send(
+                Block(
+                    sequence_id=state.sequence_id,
+                    round=message.round + 1,
+                    anchor=message.anchor,
+                    drafts=list(block.token_ids),
+                    source="late_hit" if is_late_hit else "fallback",
+                )
+            )
+
+    def _give_up(self, state: DraftedSequence, reason: str) -> None:
+        """Stop drafting for a sequence; the verifier goes on alone."""
+        logger.info("sequence %d: %s", state.sequence_id, reason)
+        self._sequences.pop(state.sequence_id, None)
+        self._peer.send(Desynchronised(sequence_id=state.sequence_id, reason=reason))
+
+    # --- drafting
+
+    def _schedule(self) -> DraftedSequence | None:
+        """The sequence whose next phase is the most urgent: the least advanced one, the oldest first."""
+        runnable = [state for state in self._sequences.values() if state.next_phase is not None]
+        return min(runnable, key=lambda state: (state.num_steps, state.sequence_id), default=None)
+
+    def _advance(self, state: DraftedSequence) -> None:
+        """Run one phase and publish what it finished."""
+        assert state.steps is not None and state.next_phase is not None and state.round is not None
+        version = state.round.version
+        with self._clock.measure(state.next_phase):
+            state.next_phase = next(state.steps, None)
+        state.num_steps += 1
+        if state.round.version > version:
+            self._push(state, state.round)
+
+    def _push(self, state: DraftedSequence, finished: DraftRound) -> None:
+        entries = []
+        for entry in finished.prepared:
+            state.remembered[entry.block.token_ids] = entry.block
+            entries.append(
+                CacheEntry(num_accepted=entry.num_accepted, anchor=entry.anchor, drafts=list(entry.block.token_ids))
+            )
+        with self._clock.measure("push"):
+            self._peer.send(
+                CachePush(
+                    sequence_id=state.sequence_id,
+                    round=state.inbox.next_round,
+                    version=finished.version,
+                    entries=entries,
+                )
+            )
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if self._control is None or now - self._reported_at < STATUS_INTERVAL_S:
+            return
+        self._reported_at = now
+        self._control.send(
+            DrafterStatus(
+                num_sequences=len(self._sequences),
+                stale_messages=self._num_stale
+                + self._peer.num_stale
+                + sum(s.inbox.num_stale for s in self._sequences.values()),
+                phases=[
+                    PhaseTiming(phase=phase, count=self._clock.count[phase], total_s=self._clock.total_s[phase])
+                    for phase in PHASES
+                ],
+            )
+        )

@@ -1,0 +1,1 @@
+"""Measurements: acceptance lengths offline, serving benchmarks, peers, reports."""

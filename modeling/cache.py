@@ -1,0 +1,58 @@
+"""Static key/value memory of one sequence for one stack of layers.
+
+Rows of verified positions live behind a fixed scratch area: predicted rows and rows of blocks being drafted go to the
+scratch area only, so a prediction can never enter the permanent part. Rejected rows need no erasing: a mask built
+from the
+length hides them and the next block overwrites them.
+"""
+
+import torch
+from torch import Tensor
+
+from modeling.architecture import Architecture
+from modeling.layers import Heads
+
+
+class KeyValueCache:
+    """Keys and values [layers, kv_heads, scratch + positions, head_dim] of one sequence, addresses fixed for life."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        num_layers: int,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_scratch: int = 0,
+    ) -> None:
+        shape = (num_layers, architecture.num_kv_heads, num_scratch + num_positions, architecture.head_dim)
+        self.num_scratch = num_scratch
+        self.num_positions = num_positions
+        self.key = torch.zeros(shape, dtype=dtype, device=device)
+        self.value = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, layer: int, position: int, heads: Heads) -> None:
+        """Store rows [rows, kv_heads, dim] of verified positions from `position` on."""
+        self._store(layer, self.num_scratch + position, heads)
+
+    def write_scratch(self, layer: int, row: int, heads: Heads) -> None:
+        """Store predicted or drafted rows in the scratch area from `row` on."""
+        assert row + heads.key.shape[0] <= self.num_scratch, "scratch rows may not reach the verified ones"
+        self._store(layer, row, heads)
+
+    def _store(self, layer: int, row: int, heads: Heads) -> None:
+        stop = row + heads.key.shape[0]
+        self.key[layer, :, row:stop] = heads.key.transpose(0, 1)
+        self.value[layer, :, row:stop] = heads.value.transpose(0, 1)
+
+    def keys(self, layer: int, num_positions: int) -> Tensor:
+        """Scratch area and the first positions: [kv_heads, scratch + num_positions, dim], a view."""
+        return self.key[layer, :, : self.num_scratch + num_positions]
+
+    def values(self, layer: int, num_positions: int) -> Tensor:
+        return self.value[layer, :, : self.num_scratch + num_positions]
+
+
+def bucket(num_positions: int, size: int, limit: int) -> int:
+    """Smallest multiple of `size` that holds `num_positions`, at most `limit`: few shapes instead of one per length."""
+    return min(-(-num_positions // size) * size, limit)

@@ -1,0 +1,77 @@
+"""Compiles the C kernels once per machine into the user's cache folder and loads them.
+
+No compiler, another CPU or a failed build is no error: callers get None and use torch.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("jetspec.kernels")
+
+SOURCE = Path(__file__).with_name("linear.c")
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
+NEEDED_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl")
+COMPILE_LIMIT_S = 120
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept; JETSPEC_KERNEL_DIR overrides the user's cache."""
+    chosen = os.environ.get("JETSPEC_KERNEL_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetspec-pp" / "kernels"
+
+
+@functools.cache
+def load_kernels() -> ctypes.CDLL | None:
+    """The compiled library, or None where it cannot be had; JETSPEC_KERNELS=0 switches it off."""
+    if os.environ.get("JETSPEC_KERNELS") == "0":
+        return None
+    capabilities = torch.cpu.get_capabilities()
+    if platform.machine() not in ("x86_64", "AMD64") or not all(capabilities.get(name) for name in NEEDED_CAPABILITIES):
+        return None
+    try:
+        return _declare(ctypes.CDLL(str(_compiled(str(capabilities.get("cpu_name"))))))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("own kernels are not available, using torch's: %s", error)
+        return None
+
+
+def _compiled(cpu_name: str) -> Path:
+    """Path of the library for this source, compiler flags and CPU, compiled if it is not there yet."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    key = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, cpu_name)).encode()).hexdigest()[:16]
+    folder = cache_folder()
+    library = folder / f"linear-{key}.so"
+    if library.exists():
+        return library
+    if compiler is None:
+        raise OSError("no C compiler found")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        built = Path(temporary) / library.name
+        command = [compiler, *FLAGS, "-o", str(built), str(SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
+        if done.returncode != 0:
+            raise OSError(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-400:]}")
+        built.rename(library)
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    for name in ("jetspec_linear_bf16", "jetspec_linear_fp32"):
+        function = getattr(library, name)
+        pointer, number = ctypes.c_void_p, ctypes.c_long
+        function.argtypes = [pointer, number, number, pointer, number, pointer, number]
+        function.restype = ctypes.c_int
+    return library

@@ -1,0 +1,82 @@
+"""A weight matrix laid out for the row-independent kernel, and the one place where a linear map chooses its kernel."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modeling.kernels.build import load_kernels
+
+PANEL = 32
+
+
+class PackedWeight:
+    """A frozen [outputs, depth] matrix in panels of 32 outputs; calling it maps rows [..., depth] to [..., outputs]."""
+
+    def __init__(self, panels: Tensor, outputs: int, depth: int) -> None:
+        library = load_kernels()
+        assert library is not None, "a weight is packed only where the kernel exists"
+        self._function = library.jetspec_linear_bf16 if panels.dtype == torch.bfloat16 else library.jetspec_linear_fp32
+        self._panels = panels
+        self._pointer = panels.data_ptr()
+        self.shape = torch.Size((outputs, depth))
+        self.dtype = panels.dtype
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        outputs, depth = self.shape
+        flat = rows.reshape(-1, depth).contiguous()
+        assert flat.dtype == self.dtype, "rows and weight have one dtype"
+        out = torch.empty(flat.shape[0], outputs, dtype=self.dtype)
+        if flat.shape[0] and self._function(
+            flat.data_ptr(), flat.shape[0], depth, self._pointer, outputs, out.data_ptr(), outputs
+        ):
+            raise MemoryError("no memory for a matrix product")
+        return out.view(*rows.shape[:-1], outputs)
+
+    def rows_from(self, start: int) -> "PackedWeight | None":
+        """The outputs from `start` on, sharing memory; None where a panel would have to be cut."""
+        outputs, depth = self.shape
+        if start % PANEL:
+            return None
+        return PackedWeight(self._panels[start // PANEL :], outputs - start, depth)
+
+
+Weight = nn.Parameter | Tensor | PackedWeight
+
+
+def linear(rows: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """rows [..., depth] times a weight [outputs, depth], packed or not."""
+    if isinstance(weight, PackedWeight):
+        out = weight(rows)
+        return out if bias is None else out + bias
+    return F.linear(rows, weight, bias)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether the kernel exists here for this weight's device and dtype."""
+    return (
+        weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32) and load_kernels() is not None
+    )
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """Lay a weight out in panels: [panels, depth, 32], bf16 outputs i and 16 + i side by side."""
+    outputs, depth = weight.shape
+    padded = F.pad(weight.detach(), (0, 0, 0, -outputs % PANEL))
+    panels = padded.view(-1, PANEL, depth).transpose(1, 2)  # [panels, depth, 32]
+    if weight.dtype == torch.bfloat16:
+        panels = panels.reshape(-1, depth, 2, PANEL // 2).transpose(2, 3)
+    return PackedWeight(panels.contiguous(), outputs, depth)
+
+
+def unpacked(weight: Weight) -> Tensor:
+    """The plain matrix behind a weight that has not been packed."""
+    assert isinstance(weight, Tensor), "a packed weight cannot be read back"
+    return weight
+
+
+def pack_parameters(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Replace parameters of a module by their packed form, freeing the plain ones."""
+    for name in names:
+        packed = pack(getattr(module, name))
+        delattr(module, name)
+        setattr(module, name, packed)

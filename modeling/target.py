@@ -1,0 +1,192 @@
+"""The target: the model whose output is served, run over blocks of rows against its static caches.
+
+Every row's result depends on its own prefix only: no kernel choice, mask or bucket may differ between one-row and block
+decoding beyond what `modeling.invariance` has checked on this machine, so the text is the same in both modes, bit
+for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modeling.architecture import Architecture, UnsupportedModel, architecture_from_config, read_json
+from modeling.cache import KeyValueCache, bucket
+from modeling.draft_model import read_tensors
+from modeling.kernels.packed import Weight, can_pack, linear, pack
+from modeling.layers import DecoderLayer, RotaryTable, attend, grouped_mask, load_layer, rms_norm
+
+KEY_BUCKET = 256
+
+
+@dataclass(frozen=True)
+class TargetBlock:
+    """Rows of one sequence: `token_ids` at positions start.. ; keys before `start` are in `cache`."""
+
+    cache: KeyValueCache
+    start: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """What the target says of a block's rows: logits [rows, vocab], tapped states [rows, taps, hidden]."""
+
+    logits: Tensor
+    taps: Tensor
+
+
+class Target(nn.Module):
+    """Embedding, decoder layers, final norm and head."""
+
+    def __init__(self, architecture: Architecture, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.architecture = architecture
+        width = architecture.hidden_size
+        self.embedding = nn.Parameter(torch.empty(architecture.vocab_size, width, dtype=dtype))
+        nn.init.normal_(self.embedding, std=0.02)
+        self.layers = nn.ModuleList(DecoderLayer(architecture, dtype) for _ in range(architecture.num_layers))
+        self.norm = nn.Parameter(torch.ones(width, dtype=dtype))
+        if architecture.tied_embeddings:
+            self.head = self.embedding
+        else:
+            self.head = nn.Parameter(torch.empty(architecture.vocab_size, width, dtype=dtype))
+            nn.init.normal_(self.head, std=0.02)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def layer(self, index: int) -> DecoderLayer:
+        layer = self.layers[index]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+
+class TargetRunner:
+    """Runs a frozen target over blocks of several sequences, with taps and fixed-shape masks; packs its layers."""
+
+    def __init__(self, target: Target, tap_layers: Sequence[int], num_positions: int) -> None:
+        self.target = target
+        for index in range(target.architecture.num_layers):
+            target.layer(index).pack()
+        self.tap_layers = tuple(tap_layers)
+        self._taps = {layer: index for index, layer in enumerate(self.tap_layers)}
+        self.num_positions = num_positions
+        self.head: Weight = pack(target.head) if can_pack(target.head) else target.head
+        self.rotary = RotaryTable(target.architecture, num_positions, target.dtype, target.device)
+
+    def new_cache(self) -> KeyValueCache:
+        target = self.target
+        return KeyValueCache(
+            target.architecture, target.architecture.num_layers, self.num_positions, target.dtype, target.device
+        )
+
+    @torch.inference_mode()
+    def forward(self, blocks: Sequence[TargetBlock], *, last_row_only: bool = False) -> TargetRows:
+        """One pass over all rows of all blocks; keys and values of the rows are written to each block's cache.
+
+        `last_row_only` computes logits of the very last row only (prefill of one sequence).
+        """
+        target = self.target
+        shape = target.architecture
+        token_ids = torch.tensor([token for block in blocks for token in block.token_ids], device=target.device)
+        positions = torch.cat([torch.arange(b.start, b.start + len(b.token_ids), device=target.device) for b in blocks])
+        rotary = self.rotary.at(positions)
+        masks = [self._mask(block) for block in blocks]
+        hidden = F.embedding(token_ids, target.embedding)
+        taps = torch.empty(
+            len(token_ids), len(self.tap_layers), shape.hidden_size, dtype=target.dtype, device=target.device
+        )
+        for index in range(shape.num_layers):
+            layer = target.layer(index)
+            heads = layer.project(hidden, rotary)
+            outputs, row = [], 0
+            for block, mask in zip(blocks, masks, strict=True):
+                stop = row + len(block.token_ids)
+                num_keys = mask.shape[-1]
+                block.cache.write(index, block.start, heads[row:stop])
+                keys, values = block.cache.keys(index, num_keys), block.cache.values(index, num_keys)
+                outputs.append(attend(heads.query[row:stop], keys, values, mask))
+                row = stop
+            hidden = layer.finish(hidden, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+            if index in self._taps:
+                taps[:, self._taps[index]] = hidden
+        if last_row_only:
+            hidden = hidden[-1:]
+        logits = linear(rms_norm(hidden, target.norm, shape.rms_eps), self.head)
+        return TargetRows(logits, taps)
+
+    def _mask(self, block: TargetBlock) -> Tensor:
+        rows = torch.arange(block.start, block.start + len(block.token_ids), device=self.target.device)
+        num_keys = bucket(block.start + len(block.token_ids), KEY_BUCKET, self.num_positions)
+        visible = torch.arange(num_keys, device=self.target.device)[None, :] <= rows[:, None]
+        return grouped_mask(visible, self.target.architecture.group_size, self.target.dtype)
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Architecture of a model folder; raises `UnsupportedModel`."""
+    return architecture_from_config(read_json(folder / "config.json"))
+
+
+def read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files, sharded or not."""
+    index_file = folder / "model.safetensors.index.json"
+    if index_file.exists():
+        names = sorted(set(read_json(index_file)["weight_map"].values()))
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensors |= read_tensors(folder / name)
+        return tensors
+    return read_tensors(folder / "model.safetensors")
+
+
+def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Target:
+    """Load a target from safetensors; raises `UnsupportedModel` saying what does not fit."""
+    architecture = read_architecture(folder)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in read_checkpoint(folder).items()}
+    target = Target(architecture, dtype)
+    try:
+        for index in range(architecture.num_layers):
+            load_layer(target.layer(index), tensors, f"layers.{index}.")
+        target.embedding.data.copy_(tensors["embed_tokens.weight"])
+        target.norm.data.copy_(tensors["norm.weight"])
+        if not architecture.tied_embeddings:
+            target.head.data.copy_(tensors["lm_head.weight"])
+    except KeyError as error:
+        raise UnsupportedModel(f"{folder} lacks the tensor {error.args[0]!r}") from error
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedModel(f"{folder} does not fit its config.json: {error}") from error
+    return target.to(device).requires_grad_(False).eval()
+
+
+def load_target_top(folder: Path, dtype: torch.dtype, device: torch.device, first_layer: int) -> Target:
+    """Load embedding, head, norm and the layers from `first_layer` on; the layers below hold no memory.
+
+    Raises `UnsupportedModel` saying what does not fit.
+    """
+    architecture = read_architecture(folder)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in read_checkpoint(folder).items()}
+    with torch.device("meta"):
+        target = Target(architecture, dtype)
+    try:
+        target.embedding = nn.Parameter(tensors["embed_tokens.weight"].to(device, dtype))
+        target.norm = nn.Parameter(tensors["norm.weight"].to(device, dtype))
+        tied = architecture.tied_embeddings
+        target.head = target.embedding if tied else nn.Parameter(tensors["lm_head.weight"].to(device, dtype))
+        for index in range(first_layer, architecture.num_layers):
+            layer = DecoderLayer(architecture, dtype)
+            load_layer(layer, tensors, f"layers.{index}.")
+            target.layers[index] = layer.to(device)
+    except KeyError as error:
+        raise UnsupportedModel(f"{folder} lacks the tensor {error.args[0]!r}") from error
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedModel(f"{folder} does not fit its config.json: {error}") from error
+    return target.requires_grad_(False).eval()

@@ -1,0 +1,58 @@
+"""The frozen settings both workers are started with.
+
+The server writes one JSON file per run; the verifier and the drafter read the same file, so a value they share cannot
+differ between them. This module knows names and ranges only: no files are opened and no device is touched here.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+MethodName = Literal["jetspec++", "ar"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_Count = Annotated[int, Field(ge=0)]
+_PositiveCount = Annotated[int, Field(ge=1)]
+
+
+class WorkerConfig(BaseModel):
+    """What one run of the two workers is made of. `None` for a pass-plan number means: choose from measured times."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+    run_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    model_path: str
+    draft_path: str | None = None
+    adapter_path: str | None = None
+    calibration_path: str | None = None
+    method: MethodName = "jetspec++"
+    dtype: DtypeName = "auto"
+    device_verify: str = "cpu"
+    device_draft: str = "cpu"
+    core_verify: _Count | None = None
+    core_draft: _Count | None = None
+    max_model_len: _PositiveCount | None = None
+    max_num_seqs: _PositiveCount = 4
+    num_draft_tokens: _PositiveCount = 8
+    cache_size: _PositiveCount | None = None
+    num_passes: _Count | None = None
+    num_refreshes: _Count | None = None
+    cache_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    prefill_chunk: _PositiveCount = 64
+    fallback_timeout_s: Annotated[float, Field(gt=0.0)] = 0.5
+    trace_dir: str | None = None
+    frontend_endpoint: str
+    control_endpoint: str
+    peer_endpoint: str
+    log_level: LogLevel = "info"
+    parent_pid: _PositiveCount
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "WorkerConfig":
+        """Read a configuration file's content; raises pydantic's ValidationError, which names the field."""
+        return cls.model_validate_json(text)
+
+    def to_json(self) -> str:
+        """The file's content."""
+        return self.model_dump_json(indent=2)

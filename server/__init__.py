@@ -1,0 +1,1 @@
+"""The HTTP process: request surface, tokenising, streaming, metrics and supervision of the two workers."""

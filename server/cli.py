@@ -1,0 +1,116 @@
+"""The command line: `jetspecpp serve | generate | exactness | version`.
+
+Only parsing happens here; what a command needs is imported when it runs, so that `--help` and mistakes are answered at
+once. Exit status: 0 done, 1 failed, 2 wrong input.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from server.config import ArgumentParser, ConfigError, add_flags, from_arguments
+
+EXIT_FAILURE = 1
+EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+HTTP_FLAGS = (
+    *("host", "port", "served_model_name", "max_num_queued_reqs", "strict_params", "max_body_bytes"),
+    "shutdown_timeout",
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = ArgumentParser(
+        prog="jetspecpp", description="A lossless inference server: verifier and drafter in parallel."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve the OpenAI interface over HTTP")
+    add_flags(serve)
+
+    generate = commands.add_parser("generate", help="answer one prompt in the terminal")
+    generate.add_argument("prompt", nargs="?", help="the prompt (default: read from standard input)")
+    generate.add_argument("--max-tokens", metavar="VALUE", help="most tokens to generate (default: as many as fit)")
+    generate.add_argument("--temperature", metavar="VALUE", default="0", help="0 to 2 (default: 0)")
+    generate.add_argument("--top-p", metavar="VALUE", help="0 to 1")
+    generate.add_argument("--top-k", metavar="VALUE", help="0: off")
+    generate.add_argument("--min-p", metavar="VALUE", help="0 to 1")
+    generate.add_argument("--sampling-seed", metavar="VALUE", help="makes the answer repeatable")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    generate.add_argument("--no-speculation", action="store_true", help="decode one token at a time")
+    generate.add_argument("--stats", action="store_true", help="print token counts and speed at the end")
+    add_flags(generate, exclude=HTTP_FLAGS)
+
+    exactness = commands.add_parser("exactness", help="compare speculative with plain decoding, token for token")
+    exactness.add_argument("--dtype", nargs="+", metavar="DTYPE", help="float32, bfloat16 or both (default: auto)")
+    exactness.add_argument("--num-prompts", metavar="VALUE", default="8", help="prompts to compare (default: 8)")
+    exactness.add_argument("--max-tokens", metavar="VALUE", default="96", help="tokens per prompt (default: 96)")
+    exactness.add_argument("--methods", nargs="+", metavar="METHOD", help="methods to compare with ar")
+    exactness.add_argument(
+        "--prompts", metavar="FILE", help='JSON lines with {"turns": [...]} instead of the own prompts'
+    )
+    exactness.add_argument("--json", metavar="FILE", help="write the results to a file")
+    add_flags(exactness, exclude=(*HTTP_FLAGS, "dtype", "method"))
+
+    commands.add_parser("version", help="print the version")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    try:
+        parsed = build_parser().parse_args(arguments)
+        return _run(parsed)
+    except ConfigError as error:
+        print(f"jetspecpp: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader left; keep the interpreter's own flush at exit from complaining about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    match parsed.command:
+        case "serve":
+            return _serve(parsed)
+        case "generate":
+            from server.terminal import generate
+
+            return generate(parsed, from_arguments(vars(parsed), os.environ, **_quiet(parsed)))
+        case "exactness":
+            from server.exactness import exactness
+
+            return exactness(parsed)
+        case _:
+            from server.routes import package_version
+
+            print(package_version())
+            return 0
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    config = from_arguments(vars(parsed), os.environ)
+    from server.serve import configure_logging, run
+    from server.service import StartupError
+
+    configure_logging(config.log_level)
+    try:
+        return run(config)
+    except StartupError as error:
+        print(f"jetspecpp: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+def _quiet(parsed: argparse.Namespace) -> dict[str, str]:
+    """Terminal commands log warnings only, unless asked for more."""
+    return {} if parsed.log_level or "JETSPEC_LOG_LEVEL" in os.environ else {"log_level": "warning"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""The server's settings: one frozen object, parsed once from flags, environment and defaults.
+
+The command line is generated from the fields below: a field's name is its flag and its `JETSPEC_*` variable. Knows
+nothing of sockets, models or workers, and imports only the standard library so that `--help` is quick.
+"""
+
+# ruff: noqa: RUF009 - `setting` makes a dataclass field, as `field` does
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn, get_args
+
+DEMO_MODEL = "demo"
+ENVIRONMENT_PREFIX = "JETSPEC_"
+
+CoreChoice = int | Literal["auto", "none"]
+DtypeChoice = Literal["auto", "float32", "bfloat16"]
+MethodChoice = Literal["jetspec++", "ar"]
+LogLevelChoice = Literal["debug", "info", "warning", "error"]
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used; the message names it."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser whose complaints become `ConfigError`, so that every bad input leaves by the same door."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _integer(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"expected a whole number, got {text!r}") from None
+        if not minimum <= value <= maximum:
+            raise ValueError(f"must be between {minimum} and {maximum}, got {value}")
+        return value
+
+    return parse
+
+
+def _integer_or_auto(minimum: int, maximum: int) -> Callable[[str], int | None]:
+    parse_integer = _integer(minimum, maximum)
+
+    def parse(text: str) -> int | None:
+        return None if text == "auto" else parse_integer(text)
+
+    return parse
+
+
+def _number(minimum: float, maximum: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"expected a number, got {text!r}") from None
+        if not minimum <= value <= maximum:  # also refuses NaN, which compares false
+            raise ValueError(f"must be between {minimum:g} and {maximum:g}, got {text}")
+        return value
+
+    return parse
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}, got {text!r}")
+        return text
+
+    return parse
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError("expected one or more names separated by commas")
+    return names
+
+
+def _switch(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"must be true or false, got {text!r}")
+
+
+def _core(text: str) -> CoreChoice:
+    if text == "auto":
+        return "auto"
+    return "none" if text == "none" else _integer(0, 4095)(text)
+
+
+def setting(default: Any, parse: Callable[[str], Any], description: str) -> Any:
+    """A field of `ServeConfig`: its default, how its text is read, and what `--help` says about it."""
+    return field(default=default, metadata={"parse": parse, "description": description})
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Everything the server is told at start; `None` means "not given", and `auto` for the plan numbers."""
+
+    model: str = setting(DEMO_MODEL, _text, "folder or hub id of the target model")
+    served_model_name: tuple[str, ...] | None = setting(None, _names, "name or names, by commas, clients may ask for")
+    revision: str | None = setting(None, _text, "hub revision of the target model")
+    host: str = setting("127.0.0.1", _text, "address to listen on")
+    port: int = setting(8000, _integer(0, 65535), "port to listen on (0: any free one)")
+    dtype: DtypeChoice = setting("auto", _one_of(*get_args(DtypeChoice)), "number format of the target")
+    max_model_len: int | None = setting(None, _integer(2), "longest sequence, prompt and answer together")
+    max_num_seqs: int = setting(4, _integer(1, 256), "sequences decoded at the same time")
+    max_num_queued_reqs: int = setting(256, _integer(0), "requests that may wait before new ones get a 429")
+    draft_model: str | None = setting(None, _text, "folder of the draft model")
+    adapter: str | None = setting(None, _text, "file or folder of the adapter")
+    calibration: str | None = setting(None, _text, "JSON file of the score calibration")
+    method: MethodChoice = setting("jetspec++", _one_of(*get_args(MethodChoice)), "decoding method")
+    num_speculative_tokens: int = setting(8, _integer(1, 63), "draft tokens in a block")
+    cache_size: int | None = setting(None, _integer_or_auto(1, 256), "outcomes drafted ahead per round, or auto")
+    passes: int | None = setting(None, _integer_or_auto(0, 16), "refinement passes, or auto")
+    refreshes: int | None = setting(None, _integer_or_auto(0, 16), "context refreshes, or auto")
+    cache_threshold: float | None = setting(None, _number(0.0, 1.0), "smallest outcome score that is drafted")
+    fallback_timeout: float = setting(0.5, _number(0.001, 60.0), "seconds the verifier waits for a drafted block")
+    prefill_chunk: int = setting(64, _integer(1, 8192), "prompt tokens processed between two rounds")
+    verify_device: str = setting("cpu", _text, "device of the verifier")
+    draft_device: str = setting("cpu", _text, "device of the drafter")
+    verify_core: CoreChoice = setting("auto", _core, "CPU core of the verifier: a number, auto or none")
+    draft_core: CoreChoice = setting("auto", _core, "CPU core of the drafter: a number, auto or none")
+    seed: int | None = setting(None, _integer(0, 2**63 - 1), "makes the seeds of unseeded requests repeatable")
+    strict_params: bool = setting(False, _switch, "answer 400 to unknown request fields instead of a warning")
+    max_body_bytes: int = setting(4 * 1024 * 1024, _integer(1024, 2**31 - 1), "largest request body")
+    shutdown_timeout: float = setting(30.0, _number(0.0, 3600.0), "seconds running requests get after SIGTERM")
+    startup_timeout: float = setting(900.0, _number(1.0, 86400.0), "seconds the workers may take to load")
+    watchdog_timeout: float = setting(30.0, _number(0.1, 3600.0), "seconds without progress before a worker is stuck")
+    trace_dir: str | None = setting(None, _text, "folder the workers write round traces to")
+    log_level: LogLevelChoice = setting("info", _one_of(*get_args(LogLevelChoice)), "how much is logged")
+
+    def __post_init__(self) -> None:
+        both_pinned = isinstance(self.verify_core, int) and isinstance(self.draft_core, int)
+        if self.method == "ar" and self.draft_model is not None:
+            raise ConfigError("--draft-model: the method ar uses no draft model")
+        if both_pinned and self.verify_core == self.draft_core:
+            raise ConfigError("--draft-core: must differ from --verify-core")
+
+
+def flag_of(name: str) -> str:
+    """The command line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser, exclude: Sequence[str] = ()) -> None:
+    """Add one flag per field of `ServeConfig` except the excluded ones. Values stay text until `from_arguments`."""
+    for item in fields(ServeConfig):
+        if item.name in exclude:
+            continue
+        description = item.metadata["description"]
+        if item.default is not None:
+            shown = "" if isinstance(item.default, bool) else f" (default: {item.default})"
+            description += shown
+        if item.metadata["parse"] is _switch:
+            parser.add_argument(flag_of(item.name), nargs="?", const="true", metavar="BOOL", help=description)
+        else:
+            parser.add_argument(flag_of(item.name), metavar="VALUE", help=description)
+
+
+def from_arguments(arguments: Mapping[str, object], environment: Mapping[str, str], **overrides: Any) -> ServeConfig:
+    """Build the configuration: overrides, else flags, else `JETSPEC_*` variables, else defaults."""
+    values: dict[str, Any] = {}
+    for item in fields(ServeConfig):
+        given = arguments.get(item.name)
+        source = flag_of(item.name)
+        if item.name in overrides:
+            values[item.name] = overrides[item.name]
+            continue
+        if given is None:
+            source = ENVIRONMENT_PREFIX + item.name.upper()
+            given = environment.get(source)
+        if given is None:
+            continue
+        try:
+            values[item.name] = item.metadata["parse"](str(given))
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
+    return ServeConfig(**values)
+
+
+@dataclass(frozen=True)
+class PinnedCores:
+    """The CPU cores of the two workers; None leaves a worker to the operating system."""
+
+    verify: int | None
+    draft: int | None
+
+
+def choose_cores(config: ServeConfig, allowed: Sequence[int] | None = None) -> PinnedCores:
+    """Default: the first and the second core this process may use, when there are two and the device is the CPU."""
+    cores = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
+    for name, choice in (("verify_core", config.verify_core), ("draft_core", config.draft_core)):
+        if isinstance(choice, int) and choice not in cores:
+            raise ConfigError(f"{flag_of(name)}: core {choice} is not one of those this process may use: {cores}")
+    free = [core for core in cores if core not in (config.verify_core, config.draft_core)]
+
+    def resolve(choice: CoreChoice, device: str) -> int | None:
+        if isinstance(choice, int):
+            return choice
+        return free.pop(0) if choice == "auto" and device == "cpu" and len(cores) >= 2 and free else None
+
+    verify = resolve(config.verify_core, config.verify_device)
+    return PinnedCores(verify=verify, draft=resolve(config.draft_core, config.draft_device))

@@ -1,0 +1,373 @@
+"""The server's side of the frontend link: sequences go out, their rounds come back, and every one of them ends.
+
+Knows nothing of HTTP, text or processes: prompts and results are token ids, and the verifier is whatever answers on the
+channel. A sequence ends in exactly one of: `Finished`, `RequestFailed`, `EngineDead`, or its generation being closed.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from protocol.channel import AsyncChannel
+from protocol.messages import (
+    Abort,
+    DrafterRejected,
+    Failed,
+    Finished,
+    FrontendMessage,
+    RoundResult,
+    SamplingFields,
+    Stop,
+    Submit,
+    VerifierReady,
+    VerifierStatus,
+)
+from server.metrics import Metrics, OutcomeLabels
+
+logger = logging.getLogger("jetspec.engine")
+
+LOST_SEQUENCE_TIMEOUT_S = 5.0
+RECEIVE_TIMEOUT_S = 0.25
+GRACE_FOR_LAG_S = 1.0
+
+
+class EngineError(Exception):
+    """A request that the engine did not, or could not, complete."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot take a sequence now: it is loading, or cannot reach the verifier. Trying again may help."""
+
+
+class EngineDead(EngineError):
+    """The verifier is gone or the engine was stopped; nothing will be generated any more."""
+
+
+class QueueFull(EngineError):
+    """As many sequences run and wait as are allowed."""
+
+
+class RequestFailed(EngineError):
+    """The verifier refused this sequence or could not go on with it."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One sequence to generate, in the verifier's terms."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingFields
+    max_tokens: int
+    stop_token_ids: list[int]
+    min_tokens: int = 0
+    speculative: bool = True
+
+
+@dataclass
+class _Sequence:
+    """What the engine knows of one live sequence."""
+
+    num_prompt_tokens: int
+    last_event_at: float
+    events: asyncio.Queue[RoundResult | Finished | EngineError]
+    labels: OutcomeLabels = field(default_factory=OutcomeLabels)
+    is_prefilled: bool = False
+
+    def put(self, event: RoundResult | Finished | EngineError) -> None:
+        """Queue an event. The queue holds more events than a sequence may have, so a full one means a broken peer."""
+        try:
+            self.events.put_nowait(event)
+        except asyncio.QueueFull:
+            self.events.get_nowait()
+            self.events.put_nowait(RequestFailed("internal_error", "the verifier sent more rounds than tokens"))
+
+
+class Generation:
+    """The rounds of one sequence as they come. Closing it, or leaving its `async with`, aborts what still runs."""
+
+    def __init__(self, sequence_id: int, sequence: _Sequence, release: Callable[[int], None]) -> None:
+        self.sequence_id = sequence_id
+        self._sequence = sequence
+        self._release = release
+        self._ended = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> AsyncIterator[RoundResult | Finished]:
+        return self
+
+    async def __anext__(self) -> RoundResult | Finished:
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self._sequence.events.get()
+        if isinstance(event, EngineError):
+            self._ended = True
+            raise event
+        self._ended = isinstance(event, Finished)
+        return event
+
+    def close(self) -> None:
+        """Abort the sequence if it has not ended. Safe to call twice."""
+        self._ended = True
+        self._release(self.sequence_id)
+
+
+class Engine:
+    """Submits sequences to the verifier and hands their rounds to whoever asked; notices when the verifier stops."""
+
+    def __init__(
+        self,
+        channel: AsyncChannel[FrontendMessage],
+        metrics: Metrics,
+        *,
+        max_num_seqs: int,
+        max_num_queued: int,
+        watchdog_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._metrics = metrics
+        self._capacity = max_num_seqs + max_num_queued
+        self._watchdog_timeout_s = watchdog_timeout_s
+        self._clock = clock
+        self._sequence_ids = itertools.count()
+        self._live: dict[int, _Sequence] = {}
+        self._unsent_aborts: set[int] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last_message_at = clock()
+        self._last_progress_at = clock()
+        self._progress_mark: tuple[int, int, int] | None = None
+        self.info: VerifierReady | None = None
+        self.status: VerifierStatus | None = None
+        self.failure: str | None = None
+        self.rejection: str | None = None
+        self.ready = asyncio.Event()
+        self.failed = asyncio.Event()
+        self.drafter_rejected = asyncio.Event()
+
+    # --- life
+
+    async def start(self) -> None:
+        """Begin to listen. Returns at once; `wait_until_ready` waits for the verifier."""
+        self._tasks = [
+            asyncio.create_task(self._receive_loop(), name="engine-receive"),
+            asyncio.create_task(self._watchdog_loop(), name="engine-watchdog"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    async def wait_until_ready(self, timeout_s: float) -> VerifierReady:
+        """Wait for the verifier; raises `EngineDead` when it fails, or is not ready, within the time."""
+        waits = [asyncio.create_task(self.ready.wait()), asyncio.create_task(self.failed.wait())]
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.failure is not None:
+            raise EngineDead(self.failure)
+        if self.info is None:
+            raise EngineDead(f"the verifier was not ready within {timeout_s:g} s")
+        return self.info
+
+    def fail(self, reason: str) -> None:
+        """The verifier is lost: end every live sequence with `EngineDead` and take no more."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        for sequence in self._live.values():
+            sequence.put(EngineDead(reason))
+        self._live.clear()
+        self._unsent_aborts.clear()
+        self._metrics.verifier_lost()
+        self.failed.set()
+
+    async def stop(self, reason: str = "the server is shutting down") -> None:
+        """End what runs, tell the verifier to stop, and stop listening."""
+        self.fail(reason)
+        self._channel.send(Stop())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- sequences
+
+    @property
+    def num_live(self) -> int:
+        """Sequences submitted and not ended."""
+        return len(self._live)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a sequence submitted now would be generated."""
+        return self.info is not None and self.failure is None and not self.is_stuck
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the verifier has been silent, or has work and makes no progress, for the watchdog's time."""
+        now = self._clock()
+        silent = now - self._last_message_at > self._watchdog_timeout_s
+        stalled = bool(self._live) and now - self._last_progress_at > self._watchdog_timeout_s
+        return self.info is not None and (silent or stalled)
+
+    @property
+    def seconds_since_progress(self) -> float:
+        """Time since the verifier last did something; while nothing runs, since it last said anything."""
+        return self._clock() - (self._last_progress_at if self._live else self._last_message_at)
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Send a sequence off. Raises `EngineUnavailable`, `EngineDead` or `QueueFull`; never waits."""
+        if self.failure is not None:
+            raise EngineDead(self.failure)
+        if self.info is None:
+            raise EngineUnavailable("the model is loading")
+        if len(self._live) >= self._capacity:
+            raise QueueFull(f"{len(self._live)} requests are running or waiting")
+        sequence_id = next(self._sequence_ids)
+        message = Submit(
+            sequence_id=sequence_id,
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+            min_tokens=request.min_tokens,
+            speculative=request.speculative,
+        )
+        if not self._channel.send(message):
+            raise EngineUnavailable("the link to the verifier is down")
+        now = self._clock()
+        if not self._live:
+            self._last_progress_at = now
+        # A result per prefilled piece, one per token at most, the end: what comes beyond is a fault of the verifier.
+        events: asyncio.Queue[RoundResult | Finished | EngineError] = asyncio.Queue(
+            maxsize=len(request.prompt_token_ids) + request.max_tokens + 4
+        )
+        sequence = _Sequence(len(request.prompt_token_ids), now, events)
+        self._live[sequence_id] = sequence
+        return Generation(sequence_id, sequence, self._release)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[RoundResult | Finished]:
+        """`submit` as a generator: the rounds, then `Finished`. Closing the generator aborts the sequence."""
+        async with self.submit(request) as generation:
+            async for event in generation:
+                yield event
+
+    def _release(self, sequence_id: int) -> None:
+        if self._live.pop(sequence_id, None) is None:
+            return
+        if not self._channel.send(Abort(sequence_id=sequence_id)):
+            self._unsent_aborts.add(sequence_id)
+
+    # --- messages
+
+    async def _receive_loop(self) -> None:
+        while True:
+            received = await self._channel.receive(RECEIVE_TIMEOUT_S)
+            self._resend_aborts()
+            if received is not None:
+                self._handle(received.message)
+
+    def _handle(self, message: FrontendMessage) -> None:
+        self._last_message_at = self._clock()
+        match message:
+            case RoundResult():
+                self._absorb_round(message)
+            case Finished():
+                self._metrics.sequence_finished(message)
+                self._end(message.sequence_id, message)
+            case Failed():
+                self._end(message.sequence_id, RequestFailed(message.code, message.message))
+            case VerifierStatus():
+                self._absorb_status(message)
+            case VerifierReady():
+                self.info = message
+                self._last_progress_at = self._clock()
+                self.ready.set()
+            case DrafterRejected():
+                self.rejection = message.reason
+                self.drafter_rejected.set()
+            case Submit() | Abort() | Stop():
+                logger.warning("the verifier sent %s, which only the server may send", message.kind)
+
+    def _absorb_round(self, result: RoundResult) -> None:
+        self._last_progress_at = self._clock()
+        sequence = self._live.get(result.sequence_id)
+        if sequence is None:
+            return  # the client left; the verifier's answer to the abort is on its way
+        sequence.last_event_at = self._clock()
+        label = sequence.labels.of(result)
+        if label != "prefill":
+            self._metrics.round_ended(result, label)
+        elif not sequence.is_prefilled:
+            sequence.is_prefilled = True
+            self._metrics.prompt_prefilled(sequence.num_prompt_tokens)
+        sequence.put(result)
+
+    def _end(self, sequence_id: int, event: Finished | RequestFailed) -> None:
+        self._last_progress_at = self._clock()
+        self._unsent_aborts.discard(sequence_id)
+        sequence = self._live.pop(sequence_id, None)
+        if sequence is not None:
+            sequence.put(event)
+
+    def _absorb_status(self, status: VerifierStatus) -> None:
+        self.status = status
+        self._metrics.verifier_status(status)
+        self._metrics.stale_messages("frontend", self._channel.num_stale + self._channel.num_malformed)
+        # Prefill shows in the cache fill, a start in the waiting line: both are progress although no round has ended.
+        mark = (status.num_rounds, status.kv_tokens_used, status.num_waiting)
+        if mark != self._progress_mark:
+            self._progress_mark = mark
+            self._last_progress_at = self._clock()
+        if status.num_running + status.num_waiting == 0:
+            self._fail_lost_sequences()
+
+    def _fail_lost_sequences(self) -> None:
+        """A sequence the verifier has never heard of (its submission was lost with a connection) must still end."""
+        oldest = self._clock() - LOST_SEQUENCE_TIMEOUT_S
+        for sequence_id, sequence in list(self._live.items()):
+            if sequence.last_event_at < oldest:
+                logger.error("sequence %d is unknown to the verifier", sequence_id)
+                self._end(sequence_id, RequestFailed("internal_error", "the request was lost between two processes"))
+
+    def _resend_aborts(self) -> None:
+        for sequence_id in list(self._unsent_aborts):
+            if self._channel.send(Abort(sequence_id=sequence_id)):
+                self._unsent_aborts.discard(sequence_id)
+
+    # --- watching
+
+    async def _watchdog_loop(self) -> None:
+        interval_s = min(0.5, self._watchdog_timeout_s / 4)
+        while self.failure is None:
+            before = self._clock()
+            await asyncio.sleep(interval_s)
+            if self._clock() - before > interval_s + GRACE_FOR_LAG_S:
+                # This process was paused or overloaded: what the verifier sent meanwhile has not been read yet.
+                self._last_message_at = self._last_progress_at = self._clock()
+            elif self.is_stuck:
+                self.fail(f"the verifier made no progress for {self._watchdog_timeout_s:g} s")
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            error = task.exception()
+            if error is not None:
+                logger.error("%s ended", task.get_name(), exc_info=error)
+                self.fail("the server's engine loop ended")

@@ -1,0 +1,239 @@
+"""Everything behind the HTTP surface, put together: model folder, runtime directory, links, engine and workers.
+
+The command line and the HTTP server both open it. Knows the order of starting and stopping, and nothing of requests.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from protocol.channel import AsyncZmqChannel, ipc_endpoint, runtime_directory
+from protocol.messages import CONTROL_MESSAGES, FRONTEND_MESSAGES, VerifierReady
+from protocol.worker_config import WorkerConfig
+from server.config import DEMO_MODEL, ConfigError, ServeConfig, choose_cores
+from server.engine import Engine
+from server.metrics import Metrics
+from server.models import ModelError, ResolvedModel, default_weights, resolve
+from server.state import ServedModel
+from server.supervisor import Supervisor, WorkerCommands
+from server.tokenizer import Tokenizer, TokenizerError
+
+logger = logging.getLogger("jetspec.service")
+
+T = TypeVar("T")
+DEMO_ALIAS = "HuggingFaceTB/SmolLM2-135M-Instruct"
+CALIBRATION_FILE = "calibration.json"
+REJECTION_GRACE_S = 1.0
+
+
+class StartupError(Exception):
+    """The server cannot start; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class DraftPaths:
+    """The drafter's files."""
+
+    draft: Path | None
+    adapter: Path | None
+    calibration: Path | None
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running pair of workers and what is needed to use them."""
+
+    config: ServeConfig
+    model: ServedModel
+    engine: Engine
+    supervisor: Supervisor
+    metrics: Metrics
+
+    async def wait_until_ready(self) -> VerifierReady:
+        """Wait for the verifier, and until it is known whether there is a drafter.
+
+        Raises `EngineDead` when the verifier does not come up, and `StartupError` when it refuses the drafter: that is
+        a wrong configuration, not a fault to work around.
+        """
+        info = await self.engine.wait_until_ready(self.config.startup_timeout)
+        try:
+            await asyncio.wait_for(self.supervisor.drafter_settled.wait(), self.config.startup_timeout)
+        except TimeoutError:
+            logger.warning("the drafter is not ready yet; serving without it")
+        if self.config.method != "ar" and not self.metrics.is_drafter_up:
+            # A refused drafter may have ended before the verifier's word about it has arrived.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.engine.drafter_rejected.wait(), REJECTION_GRACE_S)
+        if self.engine.rejection is not None:
+            raise StartupError(f"the draft model does not fit the target: {self.engine.rejection}")
+        self.metrics.set_build_info(
+            target_model=self.model.root,
+            dtype=info.dtype,
+            method=self.config.method,
+            num_draft_tokens=str(info.num_draft_tokens),
+        )
+        return info
+
+
+@asynccontextmanager
+async def open_service(
+    config: ServeConfig, metrics: Metrics, commands: WorkerCommands | None = None
+) -> AsyncIterator[Service]:
+    """Start the workers and stop them at the end. Yields while they load; raises `StartupError` for a wrong setting."""
+    try:
+        cores = choose_cores(config)
+        resolved, tokenizer = await in_daemon_thread(lambda: _load(config))
+        drafter = _draft_paths(config)
+    except (ConfigError, ModelError, TokenizerError) as error:
+        raise StartupError(str(error)) from None
+    directory = runtime_directory()
+    run_id = uuid.uuid4().hex
+    endpoints = {name: ipc_endpoint(directory, name) for name in ("frontend", "control", "peer")}
+    worker_config = WorkerConfig(
+        run_id=run_id,
+        model_path=str(resolved.folder),
+        draft_path=_text(drafter.draft),
+        adapter_path=_text(drafter.adapter),
+        calibration_path=_text(drafter.calibration),
+        method=config.method,
+        dtype=config.dtype,
+        device_verify=config.verify_device,
+        device_draft=config.draft_device,
+        core_verify=cores.verify,
+        core_draft=cores.draft,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        num_draft_tokens=config.num_speculative_tokens,
+        cache_size=config.cache_size,
+        num_passes=config.passes,
+        num_refreshes=config.refreshes,
+        cache_threshold=config.cache_threshold,
+        prefill_chunk=config.prefill_chunk,
+        fallback_timeout_s=config.fallback_timeout,
+        trace_dir=config.trace_dir,
+        frontend_endpoint=endpoints["frontend"],
+        control_endpoint=endpoints["control"],
+        peer_endpoint=endpoints["peer"],
+        log_level=config.log_level,
+        parent_pid=os.getpid(),
+    )
+    frontend = AsyncZmqChannel.bind(endpoints["frontend"], run_id, FRONTEND_MESSAGES)
+    control = AsyncZmqChannel.bind(endpoints["control"], run_id, CONTROL_MESSAGES)
+    engine = Engine(
+        frontend,
+        metrics,
+        max_num_seqs=config.max_num_seqs,
+        max_num_queued=config.max_num_queued_reqs,
+        watchdog_timeout_s=config.watchdog_timeout,
+    )
+    supervisor = Supervisor(
+        config_path=_write_config(directory, worker_config),
+        control=control,
+        engine=engine,
+        metrics=metrics,
+        wants_drafter=config.method != "ar",
+        startup_timeout_s=config.startup_timeout,
+        watchdog_timeout_s=config.watchdog_timeout,
+        commands=commands or WorkerCommands(),
+    )
+    model = ServedModel(_served_names(config, resolved), tokenizer, str(resolved.name))
+    try:
+        await engine.start()
+        await supervisor.start()
+        yield Service(config, model, engine, supervisor, metrics)
+    finally:
+        try:
+            await engine.stop()
+            await supervisor.stop()
+        finally:
+            supervisor.kill()
+            frontend.close()
+            control.close()
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run blocking work so that the process can still end at once while it runs: a download may take an hour."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: object) -> None:
+        if not future.done():
+            setter(value)
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the caller
+            outcome = (future.set_exception, error)
+        else:
+            outcome = (future.set_result, result)  # type: ignore[assignment]
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name="blocking-work", daemon=True).start()
+    return await future
+
+
+def _load(config: ServeConfig) -> tuple[ResolvedModel, Tokenizer]:
+    resolved = resolve(config.model, config.revision)
+    return resolved, Tokenizer.load(resolved.folder)
+
+
+def _draft_paths(config: ServeConfig) -> DraftPaths:
+    """The drafter's files: as given, else as shipped for the model. Raises `ConfigError` when there are none."""
+    if config.method == "ar":
+        return DraftPaths(None, None, None)
+    given = {
+        "draft_model": _existing("draft_model", config.draft_model),
+        "adapter": _existing("adapter", config.adapter),
+        "calibration": _existing("calibration", config.calibration),
+    }
+    shipped = default_weights(config.model)
+    draft = given["draft_model"] or (shipped.draft if shipped is not None else None)
+    adapter = given["adapter"] or (shipped.adapter if shipped is not None else None)
+    calibration = given["calibration"]
+    if calibration is None and shipped is not None and given["draft_model"] is None:
+        calibration = shipped.calibration  # fitted to the shipped draft model, and to no other
+    if calibration is not None and calibration.is_dir():
+        calibration /= CALIBRATION_FILE
+    if draft is None:
+        raise ConfigError("--draft-model: none is shipped for this model; give a folder, or choose --method ar")
+    if adapter is None:
+        raise ConfigError("--adapter: none is shipped for this model; give a folder, or choose --method ar")
+    return DraftPaths(draft, adapter, calibration)
+
+
+def _existing(name: str, given: str | None) -> Path | None:
+    if given is None:
+        return None
+    path = Path(given).expanduser().resolve()
+    if not path.exists():
+        raise ConfigError(f"--{name.replace('_', '-')}: {given} does not exist")
+    return path
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _served_names(config: ServeConfig, resolved: ResolvedModel) -> tuple[str, ...]:
+    """The names clients may use: as given, else the model's own; the demo also answers to the name of what it is."""
+    if config.served_model_name is not None:
+        return config.served_model_name
+    return (DEMO_MODEL, DEMO_ALIAS) if config.model == DEMO_MODEL else (resolved.name,)
+
+
+def _write_config(directory: Path, config: WorkerConfig) -> Path:
+    path = directory / "workers.json"
+    path.touch(mode=0o600)
+    path.write_text(config.to_json(), encoding="utf-8")
+    return path

@@ -1,0 +1,237 @@
+"""A verifier that plays a script, and a tiny model folder: what the server's tests need instead of the workers."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from protocol.channel import AsyncChannel
+from protocol.messages import (
+    Abort,
+    Failed,
+    Finished,
+    FrontendMessage,
+    RoundResult,
+    Stop,
+    Submit,
+    VerifierReady,
+    VerifierStatus,
+)
+
+MAX_MODEL_LEN = 512
+NUM_DRAFT_TOKENS = 8
+END_OF_TURN = "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_model_folder(folder: Path) -> Path:
+    """A folder the server accepts: a tokenizer with one token per byte, and a configuration without weights to load."""
+    folder.mkdir(parents=True, exist_ok=True)
+    special = ["<|endoftext|>", "<|im_start|>", END_OF_TURN]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*special, *alphabet])}
+    tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": len(vocab) + 5,  # padded, as real models are
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "eos_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
+    settings = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": END_OF_TURN}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@dataclass
+class Plan:
+    """What the fake verifier does with the sequences it gets."""
+
+    tokens: Callable[[Submit], Sequence[int]]
+    block: int = 4
+    round_s: float = 0.0
+    fail_after: int | None = None
+    die_after: int | None = None
+    silent_after: int | None = None
+    never_drafts: bool = False
+    reject: Failed | None = None
+
+
+@dataclass
+class FakeVerifier:
+    """Speaks the verifier's side of the frontend link; every sequence is a task that commits its script in blocks."""
+
+    channel: AsyncChannel[FrontendMessage]
+    plan: Plan
+    heartbeat_s: float = 0.05
+    aborted: list[int] = field(default_factory=list)
+    submitted: list[Submit] = field(default_factory=list)
+    num_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        self._sequences: dict[int, asyncio.Task[None]] = {}
+        self.is_silent = False
+
+    async def run(self) -> None:
+        """Announce, then serve until told to stop."""
+        while not self.channel.send(self._ready()):
+            await asyncio.sleep(0.01)
+        heartbeat = asyncio.create_task(self._heartbeat())
+        try:
+            while True:
+                received = await self.channel.receive(None)
+                assert received is not None
+                if isinstance(received.message, Stop):
+                    return
+                self._handle(received.message)
+        finally:
+            heartbeat.cancel()
+            for task in self._sequences.values():
+                task.cancel()
+
+    def _ready(self) -> VerifierReady:
+        return VerifierReady(
+            pid=os.getpid(),
+            model_name="fake",
+            vocab_size=264,
+            max_model_len=MAX_MODEL_LEN,
+            num_draft_tokens=NUM_DRAFT_TOKENS,
+            dtype="float32",
+            num_layers=2,
+            autoregressive_rows=1,
+        )
+
+    def _handle(self, message: FrontendMessage) -> None:
+        if isinstance(message, Submit):
+            self.submitted.append(message)
+            self._sequences[message.sequence_id] = asyncio.create_task(self._play(message))
+        elif isinstance(message, Abort):
+            task = self._sequences.pop(message.sequence_id, None)
+            if task is not None:
+                task.cancel()
+                self.aborted.append(message.sequence_id)
+                self._send(self._finished(message.sequence_id, "abort", None, 1, 0))
+
+    async def _play(self, submit: Submit) -> None:
+        if self.plan.reject is not None:
+            self._send(self.plan.reject.model_copy(update={"sequence_id": submit.sequence_id}))
+        else:
+            await self._commit_all(submit)
+        self._sequences.pop(submit.sequence_id, None)
+
+    async def _commit_all(self, submit: Submit) -> None:
+        """Rounds as the real verifier makes them: the first token alone, then blocks, cut at stop ids and the limit."""
+        tokens = list(self.plan.tokens(submit))
+        position = 0
+        num_rounds = 0
+        while True:
+            await asyncio.sleep(self.plan.round_s)
+            if self.plan.fail_after is not None and position >= self.plan.fail_after:
+                failed = Failed(sequence_id=submit.sequence_id, code="internal_error", message="a made-up fault")
+                self._send(failed)
+                return
+            if self.plan.die_after is not None and position >= self.plan.die_after:
+                os._exit(3)
+            if self.plan.silent_after is not None and position >= self.plan.silent_after:
+                self.is_silent = True
+                await asyncio.Event().wait()
+            block = tokens[position : position + (self.plan.block if position and submit.speculative else 1)]
+            ending = self._cut(submit, block, position)
+            self._send(self._round(submit, num_rounds, ending.kept))
+            position += len(ending.kept)
+            num_rounds += 1
+            if ending.reason is not None:
+                num_generated = position + (ending.stop_token_id is not None)
+                num_prompt = len(submit.prompt_token_ids)
+                message = self._finished(
+                    submit.sequence_id, ending.reason, ending.stop_token_id, num_prompt, num_generated
+                )
+                self._send(message)
+                return
+
+    def _cut(self, submit: Submit, block: list[int], position: int) -> "Cut":
+        for index, token_id in enumerate(block):
+            if token_id in submit.stop_token_ids and position + index >= submit.min_tokens:
+                return Cut(block[:index], "stop", token_id)
+            if position + index + 1 == submit.max_tokens:
+                return Cut(block[: index + 1], "length", None)
+        # A script that ends before the limit runs into silence; tests give scripts that are long enough.
+        assert block, "the script is too short"
+        return Cut(block, None, None)
+
+    def _round(self, submit: Submit, number: int, kept: list[int]) -> RoundResult:
+        self.num_rounds += 1
+        is_drafted = number > 0 and submit.speculative and not self.plan.never_drafts
+        outcome = "prefill" if number == 0 else "miss" if is_drafted else "autoregressive"
+        if is_drafted and number > 1:
+            outcome = ("hit", "late_hit", "miss")[number % 3]
+        return RoundResult(
+            sequence_id=submit.sequence_id,
+            round=number,
+            token_ids=kept,
+            num_drafts=NUM_DRAFT_TOKENS if is_drafted else 0,
+            num_accepted=self.plan.block - 1 if is_drafted else 0,
+            outcome=outcome,  # type: ignore[arg-type]
+            verify_s=0.006,
+            exposed_s=0.0007 if is_drafted else 0.0,
+            num_cached=4 if is_drafted else 0,
+            cache_version=1 if is_drafted else 0,
+        )
+
+    def _finished(
+        self, sequence_id: int, reason: str, stop_token_id: int | None, num_prompt: int, num_generated: int
+    ) -> Finished:
+        return Finished(
+            sequence_id=sequence_id,
+            reason=reason,  # type: ignore[arg-type]
+            stop_token_id=stop_token_id,
+            num_prompt_tokens=num_prompt,
+            num_generated_tokens=num_generated,
+            queue_s=0.001,
+            prefill_s=0.002,
+            decode_s=0.003,
+        )
+
+    def _send(self, message: FrontendMessage) -> None:
+        if not self.is_silent:
+            self.channel.send(message)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            num_running = len(self._sequences)
+            self._send(
+                VerifierStatus(
+                    num_running=num_running,
+                    num_waiting=0,
+                    kv_tokens_used=10 * num_running,
+                    kv_tokens_total=1000,
+                    num_rounds=self.num_rounds,
+                    stale_messages=0,
+                    drafter_connected=True,
+                )
+            )
+            await asyncio.sleep(self.heartbeat_s)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A block after the verifier's own cuts."""
+
+    kept: list[int]
+    reason: str | None
+    stop_token_id: int | None

@@ -1,0 +1,1 @@
+"""Training of the drafting networks for a target: corpus, draft model, adapter, calibration."""

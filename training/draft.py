@@ -1,0 +1,189 @@
+"""Training of the draft model (equation 9): forward KL from the target's distribution at every slot.
+
+A block's inputs are the anchor, m true tokens, then noise drawn from the sequence's own tokens before the anchor; m
+is drawn
+per block from a schedule. Blocks of several anchors share one packed pass.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.draft_model import DraftModel, draft_config_to_json, draft_model_tensors
+from modeling.kernels.packed import unpacked
+from modeling.layers import RotaryTable, block_layer, load_layer
+from modeling.target import Target, read_checkpoint
+from modeling.vocabulary import DraftHead
+from training.blocks import Blocks, gather_rows, make_blocks, random_anchors
+from training.corpus import Batch, Sequence_, StateStore, batches
+from training.loop import write_folder
+
+PrefixSchedule = Literal["half_zero", "geometric", "noise"]
+
+
+@dataclass(frozen=True)
+class DraftRun:
+    """Everything a forward pass needs."""
+
+    model: DraftModel
+    target: Target
+    head: DraftHead
+    rotary: RotaryTable
+    num_slots: int
+    num_anchors: int
+    schedule: PrefixSchedule
+
+
+def clean_lengths(schedule: PrefixSchedule, count: int, num_slots: int, generator: np.random.Generator) -> np.ndarray:
+    """Clean-prefix lengths m in [0, num_slots-1] of `count` blocks: tokens after the anchor that are true.
+
+    half_zero: half the blocks all noise, the rest uniform. geometric: Pr(m) ~ 0.8^m. noise: always 0, the control.
+    """
+    if schedule == "noise":
+        return np.zeros(count, dtype=np.int64)
+    if schedule == "geometric":
+        weights = 0.8 ** np.arange(num_slots)
+        return generator.choice(num_slots, size=count, p=weights / weights.sum())
+    uniform = generator.integers(1, num_slots, size=count) if num_slots > 1 else np.zeros(count, dtype=np.int64)
+    return np.where(generator.random(count) < 0.5, 0, uniform)
+
+
+def noised_inputs(run: DraftRun, batch: Batch, blocks: Blocks, clean: Tensor, generator: np.random.Generator) -> Tensor:
+    """Block inputs [b, rows]: true tokens up to slot m, noise from the tokens before the block's anchor after it."""
+    true = torch.gather(batch.token_ids, 1, blocks.positions)
+    num_slots = blocks.num_slots
+    anchor = blocks.anchors.repeat_interleave(num_slots, dim=1)
+    draws = torch.from_numpy(generator.random(anchor.shape)).to(anchor.device)
+    noise = torch.gather(batch.token_ids, 1, (draws * anchor).long().clamp(max=batch.token_ids.shape[1] - 1))
+    slot = torch.arange(num_slots, device=anchor.device).repeat(blocks.anchors.shape[1])
+    keep = slot[None, :] <= clean.repeat_interleave(num_slots, dim=1)
+    return torch.where(keep, true, noise)
+
+
+def block_hidden(run: DraftRun, batch: Batch, blocks: Blocks, inputs: Tensor) -> Tensor:
+    """Normed rows [b, rows, hidden] of the draft model over all blocks."""
+    context_rotary = run.rotary.span(0, batch.token_ids.shape[1])
+    feature = run.model.feature(batch.taps)
+    hidden = F.embedding(inputs, run.target.embedding)
+    rotary = run.rotary.at(blocks.positions)
+    for layer in run.model.decoder_layers():
+        hidden = block_layer(layer, hidden, rotary, run.model.context(layer, feature, context_rotary), blocks.mask)
+    return run.model.final(hidden)
+
+
+def draft_loss(run: DraftRun, batch: Batch, blocks: Blocks, generator: np.random.Generator) -> Tensor:
+    """Forward KL over the draft vocabulary, mean over the slots whose teacher row exists."""
+    b, n = blocks.anchors.shape
+    clean = (
+        torch.from_numpy(clean_lengths(run.schedule, b * n, run.num_slots, generator)).view(b, n).to(batch.taps.device)
+    )
+    hidden = block_hidden(run, batch, blocks, noised_inputs(run, batch, blocks, clean, generator))
+    keep = blocks.valid
+    teacher_positions = blocks.positions
+    if run.model.config.slots == "in_place":  # slot i is taught by the row before it; slot 0 has no use
+        slot = torch.arange(run.num_slots, device=keep.device).repeat(n)
+        keep = keep & (slot > 0)[None, :]
+        teacher_positions = (blocks.positions - 1).clamp(min=0)
+    teacher = run.head.logits(gather_rows(batch.last, teacher_positions)[keep]).log_softmax(-1)
+    student = run.head.logits(hidden[keep]).log_softmax(-1)
+    return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """Tokens a round on held-out greedy text with true states, after J = 0, 1, 2, 3 passes, bonus included."""
+
+    tau: list[float]
+
+    def line(self) -> str:
+        return "tau " + " ".join(f"J{passes} {value:.3f}" for passes, value in enumerate(self.tau))
+
+
+@torch.no_grad()
+def evaluate_draft(run: DraftRun, store: StateStore, held_out: Sequence[Sequence_], max_passes: int = 3) -> DraftReport:
+    """Draft at random anchors of greedy responses and count how far each draft follows the target's text."""
+    generator = np.random.default_rng(7)
+    accepted = torch.zeros(max_passes + 1)
+    count = 0
+    shifted = run.model.config.slots == "shifted"
+    greedy = [sequence for sequence in held_out if sequence.temperature == 0]
+    for group in batches(greedy, 2500, np.random.default_rng(3)):
+        batch = store.batch(group, run.target.device)
+        anchors, valid = random_anchors(batch, 24, generator)
+        blocks = make_blocks(batch, anchors, valid, run.num_slots, run.target.architecture.group_size)
+        b, n = anchors.shape
+        zero = torch.zeros(b, n, dtype=torch.long, device=batch.taps.device)
+        inputs = noised_inputs(run, batch, blocks, zero, generator).view(b, n, run.num_slots)
+        reach = torch.arange(1, run.num_slots + 1 if shifted else run.num_slots, device=batch.taps.device)
+        lengths = torch.tensor(batch.lengths, device=batch.taps.device)[:, None, None]
+        wanted_at = anchors[:, :, None] + reach
+        wanted = gather_rows(batch.token_ids, wanted_at.clamp(max=batch.token_ids.shape[1] - 1).view(b, -1)).view(
+            b, n, -1
+        )
+        inside = (wanted_at < lengths) & valid[:, :, None]
+        full = inside.all(-1)
+        for passes in range(max_passes + 1):
+            logits = run.head.logits(block_hidden(run, batch, blocks, inputs.view(b, -1)))
+            drafts = run.head.token_ids[logits.argmax(-1)].view(b, n, run.num_slots)
+            if not shifted:
+                drafts = drafts[:, :, 1:]
+            right = ((drafts == wanted) & inside).long().cumprod(-1).sum(-1)
+            accepted[passes] += (1 + right)[full].sum().cpu()
+            inputs = torch.cat((inputs[:, :, :1], drafts[:, :, : run.num_slots - 1]), dim=-1)
+        count += int(full.sum())
+    return DraftReport((accepted / max(count, 1)).tolist())
+
+
+def draft_batches(
+    run: DraftRun, store: StateStore, sequences: Sequence[Sequence_], num_tokens: int, seed: int
+) -> Iterator[tuple[Batch, Blocks]]:
+    """Endless epochs of batches with fresh random anchors."""
+    generator = np.random.default_rng(seed)
+    while True:
+        for group in batches(sequences, num_tokens, generator):
+            batch = store.batch(group, run.target.device)
+            anchors = random_anchors(batch, run.num_anchors, generator)
+            yield batch, make_blocks(batch, *anchors, run.num_slots, run.target.architecture.group_size)
+
+
+def start_from_target(model: DraftModel, folder: Path, sources: Sequence[int]) -> None:
+    """Copy target layers into the draft model, and let fc pass the deepest tap through.
+
+    Context features skip a layer's input norm, so the target's norm weights are folded into q, k, v (and gate, up).
+    """
+    tensors = {name.removeprefix("model."): tensor.float() for name, tensor in read_checkpoint(folder).items()}
+    kept = model.config.architecture
+    for layer, source in zip(model.decoder_layers(), sources, strict=True):
+        prefix = f"layers.{source}."
+        filled = dict(tensors)
+        for name in ("q", "k", "v"):
+            key = f"{prefix}self_attn.{name}_proj.weight"
+            filled[key] = tensors[key] * tensors[f"{prefix}input_layernorm.weight"]
+        for name in ("gate", "up"):
+            key = f"{prefix}mlp.{name}_proj.weight"
+            filled[key] = tensors[key] * tensors[f"{prefix}post_attention_layernorm.weight"]
+        filled[f"{prefix}input_layernorm.weight"] = torch.ones(kept.hidden_size)
+        filled[f"{prefix}post_attention_layernorm.weight"] = torch.ones(kept.hidden_size)
+        for name in ("q_norm", "k_norm"):
+            filled.setdefault(f"{prefix}self_attn.{name}.weight", torch.ones(kept.head_dim))
+        load_layer(layer, filled, prefix)
+    fc = unpacked(model.fc).data
+    fc.zero_()
+    fc[:, -kept.hidden_size :] = torch.eye(kept.hidden_size)
+
+
+def save_draft(model: DraftModel, token_ids: Tensor | None, folder: Path) -> None:
+    """Write the served form: published layout, bf16; a trimmed vocabulary as `d2t` offsets."""
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in draft_model_tensors(model).items()}
+    if token_ids is not None:
+        tensors["d2t"] = token_ids.cpu().long() - torch.arange(token_ids.numel())
+    write_folder(
+        folder, {"config.json": json.dumps(draft_config_to_json(model.config), indent=1), "model.safetensors": tensors}
+    )

@@ -1,0 +1,92 @@
+"""`python -m verify_worker --config FILE`: load the target, connect, serve."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from modeling.architecture import UnsupportedModel, read_json
+from modeling.decoder import decoder_layer_ids
+from modeling.draft_model import check_draft_fits, draft_config_from_json
+from modeling.invariance import choose_policy
+from modeling.runtime import choose_dtype, die_with_parent, model_fingerprint, pin
+from modeling.target import TargetRunner, load_target
+from modeling.tensors import DTYPE_NAMES
+from protocol.channel import ZmqChannel
+from protocol.messages import FRONTEND_MESSAGES, PEER_MESSAGES, PROTOCOL_VERSION, PeerHello
+from protocol.worker_config import WorkerConfig
+from verify_worker.verifier import Verifier
+from verify_worker.worker import VerifierSettings, VerifyWorker
+
+logger = logging.getLogger("jetspec.verifier")
+
+
+def run(config: WorkerConfig) -> None:
+    """Build the worker from its config and run it until it is told to stop."""
+    device = torch.device(config.device_verify)
+    dtype = choose_dtype(config.dtype, device)
+    folder = Path(config.model_path)
+    target = load_target(folder, dtype, device)
+    shape = target.architecture
+    max_model_len = min(config.max_model_len or shape.max_positions, shape.max_positions)
+    tap_layers: tuple[int, ...] = ()
+    if config.draft_path is not None:
+        draft = draft_config_from_json(read_json(Path(config.draft_path) / "config.json"))
+        check_draft_fits(draft, shape)
+        tap_layers = draft.tap_layers
+    runner = TargetRunner(target, tap_layers, max_model_len + config.num_draft_tokens + 1)
+    policy = choose_policy(runner, config.num_draft_tokens, config.max_num_seqs)
+    decoder_layers = decoder_layer_ids(tap_layers[-1], shape.num_layers) if tap_layers else ()
+    hello = None
+    if config.draft_path is not None:
+        hello = PeerHello(
+            role="verifier",
+            pid=os.getpid(),
+            protocol_version=PROTOCOL_VERSION,
+            target_fingerprint=model_fingerprint(folder),
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            tap_layers=list(tap_layers),
+            decoder_layers=list(decoder_layers),
+            num_draft_tokens=config.num_draft_tokens,
+            dtype=DTYPE_NAMES[dtype],
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+    settings = VerifierSettings(
+        model_name=folder.name,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        num_draft_tokens=config.num_draft_tokens,
+        prefill_chunk=config.prefill_chunk,
+        fallback_timeout_s=config.fallback_timeout_s,
+        autoregressive_rows=policy.autoregressive_rows,
+    )
+    peer = ZmqChannel.bind(config.peer_endpoint, config.run_id, PEER_MESSAGES)
+    frontend = ZmqChannel.connect(config.frontend_endpoint, config.run_id, FRONTEND_MESSAGES)
+    with peer, frontend:
+        verifier = Verifier(runner, policy, decoder_layers[0] if decoder_layers else shape.num_layers)
+        VerifyWorker(runner, verifier, settings, hello, frontend, peer).run()
+
+
+def main() -> int:
+    """Entry point; the exit status is 0 after a stop, 1 after a failure."""
+    parser = argparse.ArgumentParser(prog="verify_worker")
+    parser.add_argument("--config", required=True, type=Path)
+    config = WorkerConfig.from_json(parser.parse_args().config.read_text(encoding="utf-8"))
+    logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr, format="%(levelname)s %(message)s")
+    die_with_parent(config.parent_pid)
+    pin(config.core_verify)
+    try:
+        run(config)
+    except UnsupportedModel as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

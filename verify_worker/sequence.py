@@ -1,0 +1,113 @@
+"""One request on the verifier: its tokens, its limits, its speculation cache, and where it stands.
+
+Tokens are taken one at a time, whatever block they came in. Knows no messages, and no tensors but its cache.
+"""
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from decoding.acceptance import Outcome
+from decoding.sampling import SamplingParameters
+from modeling.cache import KeyValueCache
+
+EndReason = Literal["stop", "length"]
+
+
+class Stage(enum.Enum):
+    """What a running sequence does next."""
+
+    PREFILL = "prefill"
+    READY = "ready"  # its next block can be verified
+    AWAITING = "awaiting"  # it waits for the drafter's block
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for."""
+
+    sequence_id: int
+    prompt_token_ids: list[int]
+    max_tokens: int
+    min_tokens: int
+    sampling: SamplingParameters
+    stop_token_ids: frozenset[int]
+    speculative: bool
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Tokens of one round after the cut, and how the text ended if it did; the stop token itself is not among them."""
+
+    token_ids: list[int]
+    reason: EndReason | None
+    stop_token_id: int | None
+
+
+@dataclass
+class SpeculationCache:
+    """The verifier's copy: blocks for the outcomes of the round under verification, best version that has arrived."""
+
+    round: int = 0
+    version: int = 0
+    blocks: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def start_round(self, number: int) -> None:
+        """Forget the round before."""
+        self.round, self.version = number, 0
+        self.blocks = {}
+
+    def take(self, number: int, version: int, blocks: dict[tuple[int, int], list[int]]) -> bool:
+        """Replace the content by a newer version; False when it is for another round or older."""
+        if number != self.round or version <= self.version:
+            return False
+        self.version, self.blocks = version, blocks
+        return True
+
+    def find(self, outcome: Outcome) -> list[int] | None:
+        return self.blocks.get((outcome.num_accepted, outcome.anchor))
+
+
+@dataclass
+class Sequence:
+    """A running request. `num_rows` = n rows in the target's cache; `anchor` is the committed token at position n."""
+
+    request: Request
+    slot: int
+    cache: KeyValueCache
+    arrived_at: float
+    stage: Stage = Stage.PREFILL
+    num_rows: int = 0
+    anchor: int = 0
+    num_generated: int = 0
+    round: int = 0
+    drafts: list[int] = field(default_factory=list)
+    source: Literal["hit", "late_hit", "miss", "autoregressive"] = "autoregressive"
+    speculation: SpeculationCache = field(default_factory=SpeculationCache)
+    is_drafted: bool = False
+    admitted_at: float = field(default_factory=time.perf_counter)
+    prefilled_at: float = 0.0
+    verified_at: float = 0.0
+    awaiting_since: float = 0.0
+
+    @property
+    def sequence_id(self) -> int:
+        return self.request.sequence_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    def commit(self, outcome: Outcome, max_model_len: int) -> Committed:
+        """Take an outcome's tokens over one by one, up to a stop token, `max_tokens` or the end of the context."""
+        taken: list[int] = []
+        for token_id in [*self.drafts[: outcome.num_accepted], outcome.anchor]:
+            self.num_generated += 1
+            if token_id in self.request.stop_token_ids and self.num_generated > self.request.min_tokens:
+                return Committed(taken, "stop", token_id)
+            taken.append(token_id)
+            is_full = self.num_prompt_tokens + self.num_generated >= max_model_len
+            if self.num_generated >= self.request.max_tokens or is_full:
+                return Committed(taken, "length", None)
+        return Committed(taken, None, None)

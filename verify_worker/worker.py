@@ -1,0 +1,491 @@
+"""The verifier's loop: receive, admit, prefill one chunk, verify every block that is ready, tell everybody.
+
+The source of truth for every sequence. A lost or silent drafter costs speed only: every wait for it has a limit, then
+the sequence goes on autoregressively.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from decoding.acceptance import Outcome
+from decoding.sampling import SamplingParameters
+from modeling.cache import KeyValueCache
+from modeling.target import TargetRunner
+from modeling.tensors import DTYPE_NAMES, to_bytes
+from protocol.channel import Channel, wait_any
+from protocol.frames import TensorFrame
+from protocol.messages import (
+    Abort,
+    Block,
+    CachePush,
+    CloseSequence,
+    ContextRows,
+    Desynchronised,
+    DrafterRejected,
+    Failed,
+    Finished,
+    FrontendMessage,
+    OpenSequence,
+    OutcomeRows,
+    PeerAccepted,
+    PeerHello,
+    PeerMessage,
+    PeerRejected,
+    RoundResult,
+    Stop,
+    Submit,
+    VerifierReady,
+    VerifierStatus,
+)
+from verify_worker.handshake import difference
+from verify_worker.sequence import Request, Sequence, Stage
+from verify_worker.verifier import Verification, Verifier, without_drafts
+
+logger = logging.getLogger("jetspec.verifier")
+
+IDLE_WAIT_S = 0.05
+STATUS_INTERVAL_S = 0.5
+MAX_SILENT_WAITS = 3
+
+
+@dataclass(frozen=True)
+class VerifierSettings:
+    """What the loop needs to know beyond the model."""
+
+    model_name: str
+    max_model_len: int
+    max_num_seqs: int
+    num_draft_tokens: int
+    prefill_chunk: int
+    fallback_timeout_s: float
+    autoregressive_rows: int
+
+
+@dataclass
+class Drafter:
+    """The drafter that passed the handshake."""
+
+    pid: int
+    num_silent_waits: int = 0
+
+    @property
+    def is_responsive(self) -> bool:
+        return self.num_silent_waits < MAX_SILENT_WAITS
+
+
+class VerifyWorker:
+    """Serves all sequences. Channels are given; `hello` None means that no drafter is ever accepted."""
+
+    def __init__(
+        self,
+        runner: TargetRunner,
+        verifier: Verifier,
+        settings: VerifierSettings,
+        hello: PeerHello | None,
+        frontend: Channel[FrontendMessage],
+        peer: Channel[PeerMessage],
+    ) -> None:
+        self._runner = runner
+        self._verifier = verifier
+        self._settings = settings
+        self._hello = hello
+        self._frontend = frontend
+        self._peer = peer
+        self._waiting: deque[tuple[Request, float]] = deque()
+        self._running: dict[int, Sequence] = {}
+        self._caches: list[KeyValueCache] = []
+        self._free_slots = list(range(settings.max_num_seqs))[::-1]
+        self._drafter: Drafter | None = None
+        self._num_rounds = 0
+        self._num_stale = 0
+        self._reported_at = 0.0
+        self._is_stopping = False
+        self._is_announced = False
+        self._last_prefilled = -1
+
+    def run(self) -> None:
+        """Announce readiness, then work until told to stop."""
+        while not self._is_stopping:
+            self._announce()
+            self._receive()
+            self._admit()
+            self._expire_waits()
+            prefilled = self._prefill()
+            ready = [sequence for sequence in self._running.values() if sequence.stage is Stage.READY]
+            if ready:
+                self._verify(ready)
+            elif not prefilled:
+                wait_any((self._frontend, self._peer), self._idle_wait_s())
+            self._report()
+
+    def stop(self) -> None:
+        """End `run` after the current round."""
+        self._is_stopping = True
+
+    # --- receiving
+
+    def _receive(self) -> None:
+        """Take in everything that has arrived, without waiting."""
+        while (command := self._frontend.receive(0.0)) is not None:
+            match command.message:
+                case Submit() as message:
+                    self._submit(message)
+                case Abort(sequence_id=sequence_id):
+                    self._abort(sequence_id)
+                case Stop():
+                    self._is_stopping = True
+                case _:
+                    self._num_stale += 1
+        while (received := self._peer.receive(0.0)) is not None:
+            self._take(received.message)
+
+    def _take(self, message: PeerMessage) -> None:
+        if self._drafter is not None:
+            self._drafter.num_silent_waits = 0
+        match message:
+            case PeerHello():
+                self._welcome(message)
+            case CachePush():
+                self._take_push(message)
+            case Block():
+                self._take_block(message)
+            case Desynchronised(sequence_id=sequence_id, reason=reason):
+                logger.info("drafter gave up sequence %d: %s", sequence_id, reason)
+                sequence = self._running.get(sequence_id)
+                if sequence is not None:
+                    self._go_alone(sequence)
+            case _:
+                self._num_stale += 1
+
+    def _welcome(self, theirs: PeerHello) -> None:
+        reason = "this server runs without a drafter" if self._hello is None else difference(self._hello, theirs)
+        if reason is not None:
+            logger.error("drafter refused: %s", reason)
+            self._peer.send(PeerRejected(reason=reason))
+            self._frontend.send(DrafterRejected(reason=reason))
+            return
+        if self._drafter is None or self._drafter.pid != theirs.pid:
+            self._lose_drafter()
+            self._drafter = Drafter(theirs.pid)
+            logger.info("drafter %d accepted", theirs.pid)
+        self._peer.send(PeerAccepted())
+
+    def _take_push(self, message: CachePush) -> None:
+        sequence = self._running.get(message.sequence_id)
+        wanted = self._settings.num_draft_tokens
+        blocks = {(e.num_accepted, e.anchor): e.drafts for e in message.entries if self._is_valid(e.drafts, wanted)}
+        if sequence is None or not sequence.speculation.take(message.round, message.version, blocks):
+            self._num_stale += 1
+
+    def _take_block(self, message: Block) -> None:
+        sequence = self._running.get(message.sequence_id)
+        if (
+            sequence is None
+            or sequence.stage is not Stage.AWAITING
+            or message.round != sequence.round
+            or message.anchor != sequence.anchor
+            or not self._is_valid(message.drafts, self._settings.num_draft_tokens)
+        ):
+            self._num_stale += 1
+            return
+        sequence.drafts = list(message.drafts)
+        sequence.source = "late_hit" if message.source == "late_hit" else "miss"
+        sequence.stage = Stage.READY
+
+    def _is_valid(self, drafts: list[int], num_wanted: int) -> bool:
+        vocab_size = self._runner.target.architecture.vocab_size
+        return len(drafts) == num_wanted and all(token_id < vocab_size for token_id in drafts)
+
+    def _submit(self, message: Submit) -> None:
+        vocab_size = self._runner.target.architecture.vocab_size
+        problem = None
+        if len(message.prompt_token_ids) >= self._settings.max_model_len:
+            problem = Failed(
+                sequence_id=message.sequence_id,
+                code="context_length_exceeded",
+                message=f"the prompt has {len(message.prompt_token_ids)} tokens; the maximum context length is "
+                f"{self._settings.max_model_len}",
+            )
+        elif max([*message.prompt_token_ids, *message.stop_token_ids]) >= vocab_size:
+            problem = Failed(
+                sequence_id=message.sequence_id,
+                code="invalid_request",
+                message=f"a token id is outside the vocabulary of {vocab_size}",
+            )
+        if problem is not None:
+            self._frontend.send(problem)
+            return
+        sampling = message.sampling
+        request = Request(
+            sequence_id=message.sequence_id,
+            prompt_token_ids=list(message.prompt_token_ids),
+            max_tokens=message.max_tokens,
+            min_tokens=message.min_tokens,
+            sampling=SamplingParameters(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=sampling.seed,
+            ),
+            stop_token_ids=frozenset(message.stop_token_ids),
+            speculative=message.speculative,
+        )
+        self._waiting.append((request, time.perf_counter()))
+
+    def _abort(self, sequence_id: int) -> None:
+        for entry in self._waiting:
+            if entry[0].sequence_id == sequence_id:
+                self._waiting.remove(entry)
+                self._frontend.send(_aborted_while_waiting(entry[0], time.perf_counter() - entry[1]))
+                return
+        sequence = self._running.get(sequence_id)
+        if sequence is not None:
+            self._finish(sequence, "abort", None)
+
+    # --- scheduling
+
+    def _admit(self) -> None:
+        """Give free slots to waiting requests, first come first served."""
+        while self._waiting and self._free_slots:
+            request, arrived_at = self._waiting.popleft()
+            slot = self._free_slots.pop()
+            while slot >= len(self._caches):
+                self._caches.append(self._runner.new_cache())
+            sequence = Sequence(request, slot, self._caches[slot], arrived_at)
+            self._running[request.sequence_id] = sequence
+            if request.speculative and self._drafter is not None and self._drafter.is_responsive:
+                sequence.is_drafted = self._peer.send(
+                    OpenSequence(
+                        sequence_id=request.sequence_id,
+                        slot=slot,
+                        prompt_token_ids=request.prompt_token_ids,
+                        stop_token_ids=sorted(request.stop_token_ids),
+                    )
+                )
+                if not sequence.is_drafted:
+                    self._lose_drafter()
+
+    def _expire_waits(self) -> None:
+        now = time.perf_counter()
+        for sequence in self._running.values():
+            if sequence.stage is Stage.AWAITING and now - sequence.awaiting_since > self._settings.fallback_timeout_s:
+                logger.warning("no block for sequence %d in time", sequence.sequence_id)
+                if self._drafter is not None:
+                    self._drafter.num_silent_waits += 1
+                self._go_alone(sequence)
+
+    def _idle_wait_s(self) -> float:
+        """Until the next wait for the drafter runs out, at most the usual idle time."""
+        now = time.perf_counter()
+        left = [
+            self._settings.fallback_timeout_s - (now - sequence.awaiting_since)
+            for sequence in self._running.values()
+            if sequence.stage is Stage.AWAITING
+        ]
+        return max(0.0, min([IDLE_WAIT_S, *left]))
+
+    def _prefill(self) -> bool:
+        """One chunk of one prompt, turn by turn; whether there was one."""
+        pending = [sequence for sequence in self._running.values() if sequence.stage is Stage.PREFILL]
+        if not pending:
+            return False
+        later = [sequence for sequence in pending if sequence.sequence_id > self._last_prefilled]
+        sequence = (later or pending)[0]
+        self._last_prefilled = sequence.sequence_id
+        started = time.perf_counter()
+        start = sequence.num_rows
+        taps = self._verifier.prefill(sequence, self._settings.prefill_chunk)
+        is_last = sequence.num_rows == sequence.num_prompt_tokens
+        self._send_context(sequence, start, taps, sequence.num_rows - is_last)
+        self._num_rounds += 1
+        if is_last:
+            outcome = self._verifier.first_token(sequence)
+            sequence.prefilled_at = sequence.verified_at = time.perf_counter()
+            sequence.num_rows -= 1  # the last prompt row is this round's verified anchor
+            self._conclude(sequence, Verification(outcome, taps[-1:]), "prefill", sequence.prefilled_at - started, 0.0)
+        return True
+
+    def _send_context(self, sequence: Sequence, start: int, taps: Tensor, stop: int) -> None:
+        if sequence.is_drafted and stop > start:
+            frames = self._frames(sequence, start, taps[: stop - start])
+            message = ContextRows(sequence_id=sequence.sequence_id, start=start, num_rows=stop - start)
+            if not self._peer.send(message, frames):
+                self._lose_drafter()
+
+    def _frames(self, sequence: Sequence, start: int, taps: Tensor) -> list[TensorFrame]:
+        decoder_rows = self._verifier.decoder_rows(sequence, start, start + taps.shape[0])
+        name = DTYPE_NAMES[taps.dtype]
+        return [TensorFrame(name, tuple(tensor.shape), to_bytes(tensor)) for tensor in (taps, decoder_rows)]
+
+    # --- rounds
+
+    def _verify(self, ready: list[Sequence]) -> None:
+        """One verification of every ready sequence, then the consequences of each."""
+        started = time.perf_counter()
+        verifications = self._verifier.verify(ready)
+        finished = time.perf_counter()
+        self._receive_pushes()
+        for sequence, verification in zip(ready, verifications, strict=True):
+            exposed_s = max(0.0, started - sequence.verified_at)
+            sequence.verified_at = finished
+            self._conclude(sequence, verification, sequence.source, finished - started, exposed_s)
+        self._num_rounds += 1
+
+    def _receive_pushes(self) -> None:
+        """Let versions that arrived during the verification take part in the look-up."""
+        while (received := self._peer.receive(0.0)) is not None:
+            self._take(received.message)
+
+    def _conclude(
+        self, sequence: Sequence, verification: Verification, source: str, verify_s: float, exposed_s: float
+    ) -> None:
+        """Commit an outcome, look its next block up, tell the drafter, then the server."""
+        outcome = verification.outcome
+        num_drafts = len(sequence.drafts)
+        committed = sequence.commit(outcome, self._settings.max_model_len)
+        cached = sequence.speculation
+        num_cached, version = len(cached.blocks), cached.version
+        if committed.reason is None:
+            self._prepare_next(sequence, outcome, verification.taps)
+        self._frontend.send(
+            RoundResult(
+                sequence_id=sequence.sequence_id,
+                round=max(0, sequence.round - 1) if committed.reason is None else sequence.round,
+                token_ids=committed.token_ids,
+                num_drafts=num_drafts,
+                num_accepted=outcome.num_accepted,
+                outcome=source,  # type: ignore[arg-type]
+                verify_s=verify_s,
+                exposed_s=exposed_s,
+                num_cached=num_cached,
+                cache_version=version,
+            )
+        )
+        if committed.reason is not None:
+            self._finish(sequence, committed.reason, committed.stop_token_id)
+
+    def _prepare_next(self, sequence: Sequence, outcome: Outcome, taps: Tensor) -> None:
+        """Advance past an outcome: start the cached block, or wait for one, or go on alone."""
+        start, number, verified = sequence.num_rows, sequence.round, sequence.drafts
+        sequence.num_rows += outcome.num_accepted + 1
+        sequence.anchor = outcome.anchor
+        sequence.round += 1
+        found = sequence.speculation.find(outcome) if sequence.is_drafted else None
+        sequence.speculation.start_round(sequence.round)
+        without_drafts(sequence)
+        sequence.stage = Stage.READY
+        if not sequence.is_drafted:
+            return
+        if found is not None:
+            sequence.drafts, sequence.source = found, "hit"
+        else:
+            sequence.stage = Stage.AWAITING
+            sequence.awaiting_since = time.perf_counter()
+        message = OutcomeRows(
+            sequence_id=sequence.sequence_id,
+            round=number,
+            start=start,
+            drafts=verified,
+            num_accepted=outcome.num_accepted,
+            anchor=outcome.anchor,
+            next_drafts=found,
+            awaiting=found is None,
+        )
+        if not self._peer.send(message, self._frames(sequence, start, taps)):
+            self._lose_drafter()
+
+    # --- endings
+
+    def _go_alone(self, sequence: Sequence) -> None:
+        """Let a sequence continue without the drafter."""
+        if sequence.is_drafted:
+            sequence.is_drafted = False
+            self._peer.send(CloseSequence(sequence_id=sequence.sequence_id))
+        if sequence.stage is Stage.AWAITING:
+            without_drafts(sequence)
+            sequence.stage = Stage.READY
+
+    def _lose_drafter(self) -> None:
+        """The drafter is gone: its sequences go on autoregressively, new ones wait for another drafter."""
+        if self._drafter is not None:
+            logger.warning("drafter %d lost", self._drafter.pid)
+        self._drafter = None
+        for sequence in self._running.values():
+            sequence.is_drafted = False
+            self._go_alone(sequence)
+
+    def _finish(self, sequence: Sequence, reason: str, stop_token_id: int | None) -> None:
+        now = time.perf_counter()
+        if sequence.is_drafted:
+            self._peer.send(CloseSequence(sequence_id=sequence.sequence_id))
+        del self._running[sequence.sequence_id]
+        self._free_slots.append(sequence.slot)
+        prefilled_at = sequence.prefilled_at or now
+        self._frontend.send(
+            Finished(
+                sequence_id=sequence.sequence_id,
+                reason=reason,  # type: ignore[arg-type]
+                stop_token_id=stop_token_id,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_generated_tokens=sequence.num_generated,
+                queue_s=sequence.admitted_at - sequence.arrived_at,
+                prefill_s=prefilled_at - sequence.admitted_at,
+                decode_s=now - prefilled_at,
+            )
+        )
+
+    # --- telling the server
+
+    def _announce(self) -> None:
+        """Say once that sequences can come; a send before the link stands is refused, so this is tried each time."""
+        if self._is_announced:
+            return
+        architecture = self._runner.target.architecture
+        self._is_announced = self._frontend.send(
+            VerifierReady(
+                pid=os.getpid(),
+                model_name=self._settings.model_name,
+                vocab_size=architecture.vocab_size,
+                max_model_len=self._settings.max_model_len,
+                num_draft_tokens=self._settings.num_draft_tokens,
+                dtype=DTYPE_NAMES[self._runner.target.dtype],
+                num_layers=architecture.num_layers,
+                autoregressive_rows=self._settings.autoregressive_rows,
+            )
+        )
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._reported_at < STATUS_INTERVAL_S:
+            return
+        self._reported_at = now
+        self._frontend.send(
+            VerifierStatus(
+                num_running=len(self._running),
+                num_waiting=len(self._waiting),
+                kv_tokens_used=sum(sequence.num_rows for sequence in self._running.values()),
+                kv_tokens_total=self._settings.max_num_seqs * self._settings.max_model_len,
+                num_rounds=self._num_rounds,
+                stale_messages=self._num_stale + self._peer.num_stale + self._frontend.num_stale,
+                drafter_connected=self._drafter is not None,
+            )
+        )
+
+
+def _aborted_while_waiting(request: Request, waited_s: float) -> Finished:
+    return Finished(
+        sequence_id=request.sequence_id,
+        reason="abort",
+        stop_token_id=None,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_generated_tokens=0,
+        queue_s=waited_s,
+        prefill_s=0.0,
+        decode_s=0.0,
+    )
