@@ -30,6 +30,20 @@ class Packing:
     positions: Tensor
     visible: Tensor
 
+    def first_slots(self, num_slots: int) -> "Packing":
+        """The same rows cut to their first slots, which see what they saw."""
+        if num_slots == self.num_slots:
+            return self
+        cut = self.visible.unflatten(0, (self.num_rows, self.num_slots))[:, :num_slots]
+        visible = cut.clone()
+        for row in range(self.num_rows):
+            before, now = self.first_row + row * self.num_slots, self.first_row + row * num_slots
+            own = cut[row, :, before : before + num_slots]
+            visible[row, :, self.first_row : self.first_row + self.num_rows * self.num_slots] = False
+            visible[row, :, now : now + num_slots] = own
+        positions = self.positions.unflatten(0, (self.num_rows, self.num_slots))[:, :num_slots].flatten()
+        return Packing(self.num_rows, num_slots, self.first_row, self.num_keys, positions, visible.flatten(0, 1))
+
     def mask(self, group: int, dtype: torch.dtype) -> Tensor:
         """The additive mask for a stack whose key heads serve `group` query heads each."""
         return grouped_mask(self.visible, group, dtype)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draft_worker.foresight import predict
@@ -86,25 +87,32 @@ def refine(sequence: DraftSequence, drafts: Drafts) -> None:
 
 
 @torch.inference_mode()
-def refresh(sequence: DraftSequence, drafts: Drafts) -> None:
+def refresh(sequence: DraftSequence, drafts: Drafts, max_slots: int | None = None) -> None:
     """Re-predict the states of every row's draft, and replace its anchor at the first slot the decoder disagrees with.
 
-    Causality makes the rows of frozen slots come out as before, so the first disagreement lies behind them.
+    Causality makes the rows of frozen slots come out as before, so the first disagreement lies behind them. It usually
+    comes early: with `max_slots` only so many slots are predicted, and a row that agrees that far is frozen that far.
     """
-    networks, packing = sequence.networks, drafts.packing
-    foresight = predict(sequence, packing, _slot_tokens(drafts).flatten())
-    drafts.feature = networks.model.feature(foresight.taps)
+    networks = sequence.networks
     num_drafts = drafts.token_ids.shape[1]
-    log_p = foresight.log_p.unflatten(0, (packing.num_rows, packing.num_slots))[:, :num_drafts]
+    num_slots = drafts.packing.num_slots if max_slots is None else min(max_slots, drafts.packing.num_slots)
+    packing = drafts.packing.first_slots(num_slots)
+    foresight = predict(sequence, packing, _slot_tokens(drafts)[:, :num_slots].flatten())
+    feature = networks.model.feature(foresight.taps).unflatten(0, (packing.num_rows, num_slots))
+    drafts.feature = F.pad(feature, (0, 0, 0, drafts.packing.num_slots - num_slots)).flatten(0, 1)
+    num_checked = min(num_slots, num_drafts)
+    log_p = foresight.log_p.unflatten(0, (packing.num_rows, num_slots))[:, :num_checked]
     best, column = log_p.max(dim=-1)
     decoded = networks.to_token_ids(column)
-    draft_number = torch.arange(1, num_drafts + 1, device=networks.device)
-    differs = (decoded != drafts.token_ids) & (draft_number[None, :] > drafts.num_frozen[:, None])
-    first = torch.where(differs, draft_number[None, :], num_drafts + 1).amin(dim=1)  # [R]
-    replaced = draft_number[None, :] == first[:, None]
-    drafts.token_ids = torch.where(replaced, decoded, drafts.token_ids)
-    drafts.confidences = torch.where(replaced, best.exp(), drafts.confidences)
-    drafts.num_frozen = first
+    draft_number = torch.arange(1, num_checked + 1, device=networks.device)
+    checked = drafts.token_ids[:, :num_checked]
+    differs = (decoded != checked) & (draft_number[None, :] > drafts.num_frozen[:, None])
+    agreed = num_drafts + 1 if num_checked == num_drafts else num_slots
+    first = torch.where(differs, draft_number[None, :], agreed).amin(dim=1)  # [R]
+    replaced = differs & (draft_number[None, :] == first[:, None])
+    drafts.token_ids[:, :num_checked] = torch.where(replaced, decoded, checked)
+    drafts.confidences[:, :num_checked] = torch.where(replaced, best.exp(), drafts.confidences[:, :num_checked])
+    drafts.num_frozen = torch.maximum(first, drafts.num_frozen)
 
 
 def _slot_tokens(drafts: Drafts) -> Tensor:

@@ -18,6 +18,8 @@ from draft_worker.refinement import Drafts, begin, refine, refresh
 from draft_worker.sequence import DraftSequence
 
 CANDIDATES_PER_ROW = 32
+REFRESH_SLOTS = 4
+"""Slots that each refresh of a round looks further ahead: the first disagreement is hardly ever later."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class DraftRound:
     plan: PassPlan
     rule: SelectionRule
     generator: torch.Generator
+    refresh_slots: int = REFRESH_SLOTS
     prepared: list[PreparedBlock] = field(default_factory=list)
     version: int = 0
     outcomes: list[tuple[int, int]] = field(default_factory=list)
@@ -85,7 +88,7 @@ class DraftRound:
         for number in range(self.plan.num_passes):
             if number < self.plan.num_refreshes:
                 yield "refresh"
-                refresh(self.sequence, drafts)
+                refresh(self.sequence, drafts, (number + 1) * self.refresh_slots)
             yield "refine"
             refine(self.sequence, drafts)
             self._publish(drafts)

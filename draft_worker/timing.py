@@ -13,6 +13,7 @@ from decoding.plan import PassPlan, PhaseTimes, choose_plan
 from draft_worker.foresight import foresee
 from draft_worker.networks import DraftNetworks
 from draft_worker.refinement import begin, refine, refresh
+from draft_worker.round import REFRESH_SLOTS
 from draft_worker.sequence import DraftSequence, new_memory
 
 Phase = Literal["install", "foresight", "draft", "refresh", "refine", "push"]
@@ -60,7 +61,7 @@ def measure_phases(
             marks.append(time.perf_counter())
             drafts = begin(sequence, rows, [0] * size, num_draft_tokens, generator)
             marks.append(time.perf_counter())
-            refresh(sequence, drafts)
+            refresh(sequence, drafts, REFRESH_SLOTS)
             marks.append(time.perf_counter())
             refine(sequence, drafts)
             best = [min(old, after - before) for old, before, after in zip(best, marks[:-1], marks[1:], strict=True)]

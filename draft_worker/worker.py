@@ -197,7 +197,8 @@ class DraftWorker:
         )
 
     def _open(self, message: OpenSequence) -> None:
-        if message.slot >= self._limits.max_num_seqs or len(message.prompt_token_ids) > self._limits.max_model_len:
+        fits = message.slot < self._limits.max_num_seqs and len(message.prompt_token_ids) <= self._limits.max_model_len
+        if not fits or message.sequence_id in self._sequences:
             self._num_stale += 1
             return
         memory = self._memories.get(message.slot)
@@ -205,6 +206,9 @@ class DraftWorker:
             limits = self._limits
             memory = new_memory(self._networks, limits.num_positions, limits.num_draft_tokens, limits.max_cache_size)
             self._memories[message.slot] = memory
+        for state in list(self._sequences.values()):
+            if state.sequence.memory is memory:  # its close was lost; two sequences may not write one memory
+                del self._sequences[state.sequence_id]
         self._sequences[message.sequence_id] = DraftedSequence(
             message.sequence_id,
             DraftSequence(self._networks, memory, message.prompt_token_ids),

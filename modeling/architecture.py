@@ -74,28 +74,32 @@ def architecture_from_config(config: dict[str, Any], *, qk_norm: bool | None = N
         raise UnsupportedModel("use_sliding_window is not supported")
     if config.get("mlp_bias"):
         raise UnsupportedModel("mlp_bias is not supported")
-    try:
-        hidden_size, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-        rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-        return Architecture(
-            hidden_size=hidden_size,
-            intermediate_size=int(config["intermediate_size"]),
-            num_layers=int(config["num_hidden_layers"]),
-            num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-            vocab_size=int(config["vocab_size"]),
-            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_positions=int(config.get("max_position_embeddings", 2048)),
-            attention_bias=bool(config.get("attention_bias", kind == "qwen2")),
-            qk_norm=(kind == "qwen3") if qk_norm is None else qk_norm,
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            rope=rope,
-        )
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json lacks {error.args[0]!r}") from error
+
+    def number(name: str) -> int:
+        value = config.get(name)
+        if not isinstance(value, int):
+            raise UnsupportedModel(f"config.json: {name} is {value!r}, not a whole number")
+        return value
+
+    hidden_size, num_heads = number("hidden_size"), number("num_attention_heads")
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    return Architecture(
+        hidden_size=hidden_size,
+        intermediate_size=number("intermediate_size"),
+        num_layers=number("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+        vocab_size=number("vocab_size"),
+        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        max_positions=int(config.get("max_position_embeddings", 2048)),
+        attention_bias=bool(config.get("attention_bias", kind == "qwen2")),
+        qk_norm=(kind == "qwen3") if qk_norm is None else qk_norm,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rope=rope,
+    )
 
 
 def inverse_frequencies(architecture: Architecture) -> tuple[torch.Tensor, float]:

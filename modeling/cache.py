@@ -33,11 +33,12 @@ class KeyValueCache:
 
     def write(self, layer: int, position: int, heads: Heads) -> None:
         """Store rows [rows, kv_heads, dim] of verified positions from `position` on."""
+        assert 0 <= position <= self.num_positions - heads.key.shape[0], "the rows have room behind the scratch area"
         self._store(layer, self.num_scratch + position, heads)
 
     def write_scratch(self, layer: int, row: int, heads: Heads) -> None:
         """Store predicted or drafted rows in the scratch area from `row` on."""
-        assert row + heads.key.shape[0] <= self.num_scratch, "scratch rows may not reach the verified ones"
+        assert 0 <= row <= self.num_scratch - heads.key.shape[0], "scratch rows may not reach the verified ones"
         self._store(layer, row, heads)
 
     def _store(self, layer: int, row: int, heads: Heads) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from modeling.architecture import Architecture, UnsupportedModel, architecture_from_config, read_json
 from modeling.kernels.packed import PackedWeight, can_pack, linear, pack_parameters, unpacked
-from modeling.layers import DecoderLayer, Heads, Rotary, layer_tensors, load_layer, rms_norm
+from modeling.layers import DecoderLayer, Heads, Rotary, fill_parameter, layer_tensors, load_layer, rms_norm
 
 Slots = Literal["in_place", "shifted"]
 Inputs = Literal["mask", "tokens"]
@@ -58,9 +58,10 @@ def draft_config_from_json(config: dict[str, Any]) -> DraftConfig:
     if any(kind == "sliding_attention" for kind in config.get("layer_types") or ()):
         raise UnsupportedModel("draft models with sliding-window layers are not supported")
     slots, inputs = extra.get("slots", "in_place"), extra.get("inputs", "mask")
+    mask_token_id = extra.get("mask_token_id", config.get("mask_token_id"))
     if slots not in ("in_place", "shifted") or inputs not in ("mask", "tokens"):
         raise UnsupportedModel(f"dflash_config: slots {slots!r} or inputs {inputs!r} is not known")
-    if inputs == "mask" and extra.get("mask_token_id") is None:
+    if inputs == "mask" and mask_token_id is None:
         raise UnsupportedModel("dflash_config.mask_token_id is needed with mask inputs")
     block_size = config.get("block_size") or extra.get("block_size") or 16
     return DraftConfig(
@@ -68,10 +69,10 @@ def draft_config_from_json(config: dict[str, Any]) -> DraftConfig:
         tap_layers=tuple(int(layer) for layer in extra["target_layer_ids"]),
         block_size=int(block_size),
         num_target_layers=int(config.get("num_target_layers", 0)),
-        causal=bool(extra.get("causal_head", extra.get("causal", False))),
+        causal=bool(extra.get("causal_head", extra.get("causal", config.get("is_causal")))),
         slots=slots,
         inputs=inputs,
-        mask_token_id=extra.get("mask_token_id"),
+        mask_token_id=mask_token_id,
     )
 
 
@@ -90,10 +91,12 @@ def draft_config_to_json(config: DraftConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_eps,
         "rope_theta": shape.rope["rope_theta"],
+        "rope_scaling": None if shape.rope["rope_type"] == "default" else shape.rope,
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab_size,
         "attention_bias": shape.attention_bias,
         "attention_dropout": 0.0,
+        "tie_word_embeddings": shape.tied_embeddings,
         "torch_dtype": "bfloat16",
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
@@ -190,9 +193,12 @@ def load_draft_model(folder: Path, dtype: torch.dtype, device: torch.device) -> 
     try:
         for index, layer in enumerate(model.decoder_layers()):
             load_layer(layer, tensors, f"layers.{index}.")
-        unpacked(model.fc).data.copy_(tensors["fc.weight"])
-        model.hidden_norm.data.copy_(tensors["hidden_norm.weight"])
-        model.norm.data.copy_(tensors["norm.weight"])
+        for parameter, name in (
+            (unpacked(model.fc), "fc.weight"),
+            (model.hidden_norm, "hidden_norm.weight"),
+            (model.norm, "norm.weight"),
+        ):
+            fill_parameter(parameter, tensors[name], name)
     except KeyError as error:
         raise UnsupportedModel(f"{folder}/model.safetensors lacks {error.args[0]!r}") from error
     except (RuntimeError, ValueError) as error:

@@ -6,13 +6,14 @@ key/value head are folded into the rows of one attention call, which is several 
 keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.architecture import Architecture, inverse_frequencies
+from modeling.kernels.fused import FusedLayer, LayerParts
 from modeling.kernels.packed import PackedWeight, Weight, can_pack, linear, pack, pack_parameters, unpacked
 
 
@@ -102,6 +103,20 @@ def grouped_mask(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([additive] * group, dim=-2).unsqueeze(-3)
 
 
+@dataclass(frozen=True)
+class FusedHalves:
+    """A frozen layer's C calls: the layer, and its keys and values of context rows with and without the input norm."""
+
+    whole: FusedLayer
+    normed_context: FusedLayer
+    plain_context: FusedLayer
+
+
+def _packed(weight: Weight) -> PackedWeight:
+    assert isinstance(weight, PackedWeight), "the layer is packed"
+    return weight
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm attention and SwiGLU with fused qkv and gate/up weights."""
 
@@ -113,7 +128,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, architecture: Architecture, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         shape = self.architecture = architecture
-        self.packed_kv: PackedWeight | None = None
+        self.fused: FusedHalves | None = None
         self.input_norm = nn.Parameter(torch.ones(shape.hidden_size, dtype=dtype))
         self.qkv = nn.Parameter(torch.empty(shape.query_width + 2 * shape.kv_width, shape.hidden_size, dtype=dtype))
         self.qkv_bias = (
@@ -133,6 +148,8 @@ class DecoderLayer(nn.Module):
     def project(self, hidden: Tensor, rotary: Rotary) -> Heads:
         """Queries, keys and values of rows [..., rows, hidden], input norm included."""
         shape = self.architecture
+        if self.fused is not None:
+            return self._split(self.fused.whole.project(hidden, rotary.cos, rotary.sin), shape.num_heads)
         normed = rms_norm(hidden, self.input_norm, shape.rms_eps)
         fused = linear(normed, self.qkv, self.qkv_bias).unflatten(-1, (-1, shape.head_dim))
         split = shape.num_heads + shape.num_kv_heads
@@ -151,10 +168,14 @@ class DecoderLayer(nn.Module):
         context feature, which its own norm has scaled already.
         """
         shape = self.architecture
+        if self.fused is not None:
+            half = self.fused.normed_context if normalise else self.fused.plain_context
+            return self._split(half.project(rows, rotary.cos, rotary.sin), 0)
         if normalise:
             rows = rms_norm(rows, self.input_norm, shape.rms_eps)
         bias = None if self.qkv_bias is None else self.qkv_bias[shape.query_width :]
-        fused = linear(rows, self._kv_weight(), bias).unflatten(-1, (-1, shape.head_dim))
+        weight = unpacked(self.qkv)[shape.query_width :]
+        fused = linear(rows, weight, bias).unflatten(-1, (-1, shape.head_dim))
         key = fused[..., : shape.num_kv_heads, :]
         if self.k_norm is not None:
             key = rms_norm(key, self.k_norm, shape.rms_eps)
@@ -162,35 +183,72 @@ class DecoderLayer(nn.Module):
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Output projection, residual, MLP, residual."""
+        if self.fused is not None:
+            return self.fused.whole.finish(residual, attended)
         hidden = residual + linear(attended, self.out)
         normed = rms_norm(hidden, self.post_norm, self.architecture.rms_eps)
         gate, up = linear(normed, self.gate_up).chunk(2, dim=-1)
         return hidden + linear(F.silu(gate) * up, self.down)
 
-    def _kv_weight(self) -> Weight:
-        return unpacked(self.qkv)[self.architecture.query_width :] if self.packed_kv is None else self.packed_kv
+    def _split(self, turned: Tensor, num_heads: int) -> Heads:
+        last = num_heads + self.architecture.num_kv_heads
+        return Heads(turned[:, :num_heads], turned[:, num_heads:last], turned[:, last:])
 
     def pack(self) -> None:
-        """Freeze the layer for inference in the layout of the row-independent kernel, where there is one."""
+        """Freeze the layer for inference on the row-independent kernels, where there are some; rows are flat then."""
         if isinstance(self.qkv, PackedWeight) or not can_pack(self.qkv):
             return
         kv = self.qkv[self.architecture.query_width :]
         pack_parameters(self, ("qkv", "out", "gate_up", "down"))
         assert isinstance(self.qkv, PackedWeight), "packing replaces the parameter"
-        self.packed_kv = self.qkv.rows_from(self.architecture.query_width) or pack(kv)
+        self.fused = self._fuse(self.qkv, self.qkv.rows_from(self.architecture.query_width) or pack(kv))
+
+    def _fuse(self, qkv: PackedWeight, kv: PackedWeight) -> "FusedHalves":
+        shape = self.architecture
+        whole = LayerParts(
+            hidden=shape.hidden_size,
+            intermediate=shape.intermediate_size,
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            dim=shape.head_dim,
+            query_width=shape.query_width,
+            eps=shape.rms_eps,
+            qkv=qkv,
+            input_norm=self.input_norm.data,
+            qkv_bias=None if self.qkv_bias is None else self.qkv_bias.data,
+            q_norm=None if self.q_norm is None else self.q_norm.data,
+            k_norm=None if self.k_norm is None else self.k_norm.data,
+            out=_packed(self.out),
+            post_norm=self.post_norm.data,
+            gate_up=_packed(self.gate_up),
+            down=_packed(self.down),
+        )
+        bias = None if self.qkv_bias is None else self.qkv_bias.data[shape.query_width :].clone()
+        normed = replace(whole, heads=0, qkv=kv, qkv_bias=bias, q_norm=None)
+        plain = replace(normed, input_norm=None)
+        return FusedHalves(FusedLayer(whole), FusedLayer(normed), FusedLayer(plain))
+
+
+def fill_parameter(parameter: Tensor, value: Tensor, name: str) -> None:
+    """Copy a loaded tensor into a parameter; raises ValueError with its name where a copy would broadcast it."""
+    if parameter.shape != value.shape:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {tuple(parameter.shape)}")
+    parameter.data.copy_(value)
 
 
 def load_layer(layer: DecoderLayer, tensors: dict[str, Tensor], prefix: str) -> None:
-    """Fill a layer from published names (`<prefix>self_attn.q_proj.weight`, ...); raises KeyError naming a missing
-    one."""
+    """Fill a layer from published names (`<prefix>self_attn.q_proj.weight`, ...).
+
+    Raises KeyError naming a missing tensor, ValueError naming one of another shape or one that would be dropped.
+    """
+    if f"{prefix}self_attn.o_proj.bias" in tensors:
+        raise ValueError(f"{prefix}self_attn.o_proj.bias: a bias on the output projection is not supported")
 
     def take(name: str) -> Tensor:
         return tensors[prefix + name]
 
     def fill(parameter: Tensor, value: Tensor, name: str) -> None:
-        if parameter.shape != value.shape:
-            raise ValueError(f"{prefix}{name} has shape {tuple(value.shape)}, expected {tuple(parameter.shape)}")
-        parameter.data.copy_(value)
+        fill_parameter(parameter, value, prefix + name)
 
     projections = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
     fill(unpacked(layer.qkv), torch.cat([take(p + "weight") for p in projections]), "self_attn.{q,k,v}_proj.weight")

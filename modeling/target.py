@@ -17,7 +17,7 @@ from modeling.architecture import Architecture, UnsupportedModel, architecture_f
 from modeling.cache import KeyValueCache, bucket
 from modeling.draft_model import read_tensors
 from modeling.kernels.packed import Weight, can_pack, linear, pack
-from modeling.layers import DecoderLayer, RotaryTable, attend, grouped_mask, load_layer, rms_norm
+from modeling.layers import DecoderLayer, RotaryTable, attend, fill_parameter, grouped_mask, load_layer, rms_norm
 
 KEY_BUCKET = 256
 
@@ -131,6 +131,12 @@ class TargetRunner:
         return grouped_mask(visible, self.target.architecture.group_size, self.target.dtype)
 
 
+def _outer_parameters(target: Target) -> list[tuple[nn.Parameter, str]]:
+    """What is not in a layer, with its published name."""
+    outer = [(target.embedding, "embed_tokens.weight"), (target.norm, "norm.weight")]
+    return outer if target.architecture.tied_embeddings else [*outer, (target.head, "lm_head.weight")]
+
+
 def read_architecture(folder: Path) -> Architecture:
     """Architecture of a model folder; raises `UnsupportedModel`."""
     return architecture_from_config(read_json(folder / "config.json"))
@@ -140,7 +146,10 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files, sharded or not."""
     index_file = folder / "model.safetensors.index.json"
     if index_file.exists():
-        names = sorted(set(read_json(index_file)["weight_map"].values()))
+        weight_map = read_json(index_file).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UnsupportedModel(f"{index_file} lacks 'weight_map'")
+        names = sorted(set(weight_map.values()))
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensors |= read_tensors(folder / name)
@@ -156,10 +165,8 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
     try:
         for index in range(architecture.num_layers):
             load_layer(target.layer(index), tensors, f"layers.{index}.")
-        target.embedding.data.copy_(tensors["embed_tokens.weight"])
-        target.norm.data.copy_(tensors["norm.weight"])
-        if not architecture.tied_embeddings:
-            target.head.data.copy_(tensors["lm_head.weight"])
+        for parameter, name in _outer_parameters(target):
+            fill_parameter(parameter, tensors[name], name)
     except KeyError as error:
         raise UnsupportedModel(f"{folder} lacks the tensor {error.args[0]!r}") from error
     except (RuntimeError, ValueError) as error:
@@ -177,10 +184,12 @@ def load_target_top(folder: Path, dtype: torch.dtype, device: torch.device, firs
     with torch.device("meta"):
         target = Target(architecture, dtype)
     try:
-        target.embedding = nn.Parameter(tensors["embed_tokens.weight"].to(device, dtype))
-        target.norm = nn.Parameter(tensors["norm.weight"].to(device, dtype))
+        target.embedding = nn.Parameter(torch.empty_like(target.embedding, device=device))
+        target.norm = nn.Parameter(torch.empty_like(target.norm, device=device))
         tied = architecture.tied_embeddings
-        target.head = target.embedding if tied else nn.Parameter(tensors["lm_head.weight"].to(device, dtype))
+        target.head = target.embedding if tied else nn.Parameter(torch.empty_like(target.head, device=device))
+        for parameter, name in _outer_parameters(target):
+            fill_parameter(parameter, tensors[name], name)
         for index in range(first_layer, architecture.num_layers):
             layer = DecoderLayer(architecture, dtype)
             load_layer(layer, tensors, f"layers.{index}.")

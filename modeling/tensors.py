@@ -27,7 +27,10 @@ def to_bytes(tensor: Tensor) -> memoryview:
 def from_bytes(
     dtype: str, shape: tuple[int, ...], data: bytes | bytearray | memoryview, device: torch.device
 ) -> Tensor:
-    """The inverse of `to_bytes`. The length must fit the shape; raises ValueError otherwise."""
-    if len(data) == 0:
-        return torch.empty(shape, dtype=DTYPES[dtype], device=device)
-    return torch.frombuffer(data, dtype=DTYPES[dtype]).view(shape).to(device)
+    """The inverse of `to_bytes`, in memory of its own. The length must fit the shape; raises ValueError otherwise."""
+    tensor = torch.empty(shape, dtype=DTYPES[dtype])
+    if len(data) != tensor.numel() * tensor.element_size():
+        raise ValueError(f"{len(data)} bytes are no {dtype} tensor of shape {shape}")
+    if len(data):
+        tensor.view(-1).view(torch.uint8).numpy().data[:] = memoryview(data).cast("B")
+    return tensor.to(device)

@@ -20,7 +20,9 @@ class DraftHead:
             token_ids = torch.arange(vocab_size)
         if token_ids.numel() == 0 or int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
             raise ValueError(f"draft vocabulary has ids outside the target's {vocab_size} tokens")
-        self.is_full = token_ids.numel() == vocab_size
+        if token_ids.unique().numel() != token_ids.numel():
+            raise ValueError("draft vocabulary names a token twice")
+        self.is_full = torch.equal(token_ids.cpu(), torch.arange(vocab_size))
         rows = weight if self.is_full else weight[token_ids].contiguous()
         self.weight: Weight = pack(rows) if packed and can_pack(rows) else rows
         self.token_ids = token_ids.to(weight.device)

@@ -1,4 +1,4 @@
-"""The command line: `jetspecpp serve | generate | exactness | version`.
+"""The command line: `jetspecpp serve | generate | exactness | train | eval | version`.
 
 Only parsing happens here; what a command needs is imported when it runs, so that `--help` and mistakes are answered at
 once. Exit status: 0 done, 1 failed, 2 wrong input.
@@ -6,6 +6,7 @@ once. Exit status: 0 done, 1 failed, 2 wrong input.
 
 import argparse
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ from server.config import ArgumentParser, ConfigError, add_flags, from_arguments
 EXIT_FAILURE = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
+
+PASSED_ON = {"train": "training", "eval": "evaluation"}
+"""Commands of packages that the server may not import."""
 
 HTTP_FLAGS = (
     *("host", "port", "served_model_name", "max_num_queued_reqs", "strict_params", "max_body_bytes"),
@@ -55,14 +59,19 @@ def build_parser() -> argparse.ArgumentParser:
     exactness.add_argument("--json", metavar="FILE", help="write the results to a file")
     add_flags(exactness, exclude=(*HTTP_FLAGS, "dtype", "method"))
 
+    commands.add_parser("train", help="train the drafting networks for a target (jetspecpp train --help)")
+    commands.add_parser("eval", help="measure acceptance lengths and hit rates offline (jetspecpp eval --help)")
     commands.add_parser("version", help="print the version")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        parsed = build_parser().parse_args(arguments)
+        if given[:1] and given[0] in PASSED_ON:
+            return _pass_on(PASSED_ON[given[0]], given[1:])
+        parsed = build_parser().parse_args(given)
         return _run(parsed)
     except ConfigError as error:
         print(f"jetspecpp: {error}", file=sys.stderr)
@@ -92,6 +101,13 @@ def _run(parsed: argparse.Namespace) -> int:
 
             print(package_version())
             return 0
+
+
+def _pass_on(module: str, arguments: Sequence[str]) -> int:
+    """`python -m MODULE` in this process, with the arguments as they are: the server knows nothing of what it does."""
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
 
 
 def _serve(parsed: argparse.Namespace) -> int:

@@ -42,7 +42,10 @@ class ResolvedModel:
 
 @dataclass(frozen=True)
 class ShippedWeights:
-    """Folders of the draft weights that come with this project. `calibration` is None when none is shipped."""
+    """Folders of the draft weights that come with this project. `calibration` is None when none is shipped.
+
+    The calibration folder holds a `budget-<N>.json` for each budget N (drafts and anchor) that it was fitted for.
+    """
 
     draft: Path
     adapter: Path
@@ -78,7 +81,7 @@ def default_weights(model: str) -> ShippedWeights | None:
         folder = root / name
         draft, adapter, calibration = folder / "draft", folder / "adapter", folder / "calibration"
         if (draft / "config.json").is_file() and (adapter / "config.json").is_file():
-            has_calibration = (calibration / "calibration.json").is_file()
+            has_calibration = any(calibration.glob("budget-*.json"))
             return ShippedWeights(draft, adapter, calibration if has_calibration else None)
     return None
 

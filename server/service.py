@@ -30,7 +30,6 @@ logger = logging.getLogger("jetspec.service")
 
 T = TypeVar("T")
 DEMO_ALIAS = "HuggingFaceTB/SmolLM2-135M-Instruct"
-CALIBRATION_FILE = "calibration.json"
 REJECTION_GRACE_S = 1.0
 
 
@@ -200,16 +199,25 @@ def _draft_paths(config: ServeConfig) -> DraftPaths:
     shipped = default_weights(config.model)
     draft = given["draft_model"] or (shipped.draft if shipped is not None else None)
     adapter = given["adapter"] or (shipped.adapter if shipped is not None else None)
-    calibration = given["calibration"]
-    if calibration is None and shipped is not None and given["draft_model"] is None:
-        calibration = shipped.calibration  # fitted to the shipped draft model, and to no other
-    if calibration is not None and calibration.is_dir():
-        calibration /= CALIBRATION_FILE
     if draft is None:
         raise ConfigError("--draft-model: none is shipped for this model; give a folder, or choose --method ar")
     if adapter is None:
         raise ConfigError("--adapter: none is shipped for this model; give a folder, or choose --method ar")
+    calibration = given["calibration"]
+    if calibration is not None:
+        calibration = _calibration_file(calibration, config)
+        if not calibration.is_file():
+            raise ConfigError(f"--calibration: {given['calibration']} holds no {calibration.name}")
+    elif shipped is not None and shipped.calibration is not None and given["draft_model"] is None:
+        # Fitted to the shipped draft model and to no other. A budget without one ranks by the decoder alone.
+        fitted = _calibration_file(shipped.calibration, config)
+        calibration = fitted if fitted.is_file() else None
     return DraftPaths(draft, adapter, calibration)
+
+
+def _calibration_file(path: Path, config: ServeConfig) -> Path:
+    """A calibration's file: the path itself, or the one for this budget in a folder."""
+    return path / f"budget-{config.num_speculative_tokens + 1}.json" if path.is_dir() else path
 
 
 def _existing(name: str, given: str | None) -> Path | None:

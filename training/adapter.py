@@ -1,10 +1,10 @@
 """Training of the hidden-to-hidden adapter (equation 5), each module on the prediction of the one below it.
 
 Loss: Smooth L1 on states scaled by each tap's root mean square, plus cosine distance, plus (a weight) the forward KL
-from
-the target's next-token distribution to the one that the frozen decoder reads off the deepest prediction.
+from the target's next-token distribution to the one that the frozen decoder reads off the deepest prediction.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from modeling.layers import Heads, RotaryTable, block_layer, grouped_mask, load_
 from modeling.target import Target, read_checkpoint
 from modeling.vocabulary import DraftHead
 from training.blocks import Blocks, gather_rows, make_blocks, tiled_anchors
-from training.corpus import Batch, Sequence_, StateStore, batches, full_layer
+from training.corpus import Batch, CorpusSequence, StateStore, batches, full_layer
 from training.loop import write_folder
 
 
@@ -103,35 +103,37 @@ def adapter_loss(run: AdapterRun, batch: Batch, blocks: Blocks) -> Tensor:
     cosine = (1 - F.cosine_similarity(mine.flatten(1), truth.flatten(1), dim=-1)).mean()
     loss = regression + cosine
     if run.kl_weight:
-        teacher = run.head.logits(gather_rows(batch.last, blocks.positions)[blocks.valid]).log_softmax(-1)
-        student = prediction.logits[blocks.valid].log_softmax(-1)
+        teacher = run.head.logits(gather_rows(batch.last, blocks.positions)[blocks.valid]).float().log_softmax(-1)
+        student = prediction.logits[blocks.valid].float().log_softmax(-1)
         loss = loss + run.kl_weight * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
     return loss
 
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """Held-out quality: agreement of decoder and target per slot, KL, and the share of the copy gap closed per tap."""
+    """Held-out quality: top-1 agreement of decoder and target per slot, KL, and, per tap and slot, the share of the gap
+    between copying the last verified state and the true state that the prediction closes.
+    """
 
     agreement: list[float]
     kl: float
-    gap_closed: list[float]
+    gap_closed: list[list[float]]
 
     def line(self) -> str:
         slots = " ".join(f"{value:.3f}" for value in self.agreement)
-        taps = " ".join(f"{value:.2f}" for value in self.gap_closed)
         mean = sum(self.agreement) / len(self.agreement)
+        taps = " ".join(f"{sum(by_slot) / len(by_slot):.2f}" for by_slot in self.gap_closed)
         return f"agreement {mean:.4f} [{slots}] kl {self.kl:.3f} gap closed [{taps}]"
 
 
 @torch.no_grad()
-def evaluate_adapter(run: AdapterRun, store: StateStore, held_out: Sequence[Sequence_]) -> AdapterReport:
-    """Top-1 agreement with the target's full head, KL over the draft vocabulary, and 1 - error/copy error per tap."""
+def evaluate_adapter(run: AdapterRun, store: StateStore, held_out: Sequence[CorpusSequence]) -> AdapterReport:
+    """Top-1 agreement with the target's full head, KL over the draft vocabulary, and 1 - error/copy error."""
     generator = np.random.default_rng(7)
     agree = torch.zeros(run.num_slots)
     seen = torch.zeros(run.num_slots)
     kl_sum = 0.0
-    error = torch.zeros(len(run.adapter.config.tap_layers), device=run.target.device)
+    error = torch.zeros(run.num_slots, len(run.adapter.config.tap_layers))
     copied = torch.zeros_like(error)
     for group in batches(held_out, 2500, np.random.default_rng(3)):
         batch = store.batch(group, run.target.device)
@@ -146,20 +148,20 @@ def evaluate_adapter(run: AdapterRun, store: StateStore, held_out: Sequence[Sequ
         slot = torch.arange(run.num_slots).repeat(keep.shape[1] // run.num_slots).expand(keep.shape[0], -1)[keep.cpu()]
         agree.index_add_(0, slot, (top == mine).float().cpu())
         seen.index_add_(0, slot, torch.ones(len(slot)))
-        teacher = run.head.logits(last).log_softmax(-1)
-        student = prediction.logits[keep].log_softmax(-1)
+        teacher = run.head.logits(last).float().log_softmax(-1)
+        student = prediction.logits[keep].float().log_softmax(-1)
         kl_sum += float(F.kl_div(student, teacher, log_target=True, reduction="sum"))
         truth = gather_rows(batch.taps, blocks.positions)[keep] / run.tap_scale
         before = (blocks.anchors - 1).clamp(min=0).repeat_interleave(run.num_slots, dim=1)
         copy = gather_rows(batch.taps, before)[keep] / run.tap_scale
-        error = error + (prediction.states[keep] / run.tap_scale - truth).square().mean(-1).sum(0)
-        copied = copied + (copy - truth).square().mean(-1).sum(0)
-    closed = (1 - error / copied).tolist()
+        error.index_add_(0, slot, (prediction.states[keep] / run.tap_scale - truth).square().mean(-1).cpu())
+        copied.index_add_(0, slot, (copy - truth).square().mean(-1).cpu())
+    closed = (1 - error / copied.clamp(min=1e-12)).T.tolist()
     return AdapterReport((agree / seen.clamp(min=1)).tolist(), kl_sum / float(seen.sum()), closed)
 
 
 def adapter_batches(
-    run: AdapterRun, store: StateStore, sequences: Sequence[Sequence_], num_tokens: int, seed: int
+    run: AdapterRun, store: StateStore, sequences: Sequence[CorpusSequence], num_tokens: int, seed: int
 ) -> Iterator[tuple[Batch, Blocks]]:
     """Endless epochs of batches with freshly placed blocks."""
     generator = np.random.default_rng(seed)
@@ -172,8 +174,6 @@ def adapter_batches(
 
 def save_adapter(adapter: Adapter, folder: Path) -> None:
     """Write the served form: bf16, published layer names."""
-    import json
-
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in adapter_tensors(adapter).items()}
     write_folder(
         folder,
@@ -190,7 +190,7 @@ def new_adapter(
     return adapter
 
 
-def measure_tap_scale(store: StateStore, sequences: Sequence[Sequence_], device: torch.device) -> Tensor:
+def measure_tap_scale(store: StateStore, sequences: Sequence[CorpusSequence], device: torch.device) -> Tensor:
     """Root mean square of each tap [taps, 1] over the responses, the first positions (attention sinks) left out."""
     total, count = torch.zeros(1, device=device), 0
     for group in batches(sequences, 2500, np.random.default_rng(5)):

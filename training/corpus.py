@@ -1,14 +1,15 @@
 """Text the target wrote, and the target's states on it.
 
-A corpus is a folder of numpy archives (`tokens`, `offsets`, `prompt_lens`, `ids`, `temperatures`). States are
-computed on
-first use and kept in one file on disk, so that several trainings share them. It does not know what is trained.
+A corpus is a folder of numpy archives (`tokens`, `offsets`, `prompt_lens`, `ids`, `temperatures`). States are computed
+on first use and kept in one file on disk, so that several trainings share them. It does not know what is trained.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modeling.layers import RotaryTable, grouped_mask, rms_norm
+from modeling.layers import DecoderLayer, Rotary, RotaryTable, attend, grouped_mask, rms_norm
 from modeling.target import Target
+from training.errors import InputError
 
 
-class CorpusError(ValueError):
+class CorpusError(InputError):
     """A corpus cannot be used: missing, broken, or written with another tokenizer."""
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class CorpusSequence:
     """One prompt and response: positions before `prompt_len` are the prompt. `offset` places it in the state store."""
 
     index: int
@@ -38,45 +40,122 @@ class Sequence_:
     def length(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def prompt(self) -> bytes:
+        """The prompt's tokens, as something to compare and to hash."""
+        return self.token_ids[: self.prompt_len].tobytes()
+
 
 @dataclass(frozen=True)
 class Corpus:
     """All sequences of a folder, in file order."""
 
-    sequences: list[Sequence_]
+    sequences: list[CorpusSequence]
     num_tokens: int
     digest: str
 
 
 REQUIRED_ARRAYS = ("tokens", "offsets", "prompt_lens", "temperatures")
+NUM_HELD_OUT = 64
+SUBSET_SEED = 20260
+"""Orders the sequences for `--max-sequences`, the same for every training, so that they share computed states."""
 
 
-def read_corpus(folder: Path, vocab_size: int) -> Corpus:
-    """Read every archive of a folder; raises `CorpusError` naming the file that does not fit."""
+@dataclass(frozen=True)
+class Archive:
+    """The arrays of one corpus file; `ids` and `tokenizer` (a hash) are empty where the file does not say."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    prompt_lens: np.ndarray
+    temperatures: np.ndarray
+    ids: list[str]
+    tokenizer: str
+
+
+def read_archive(file: Path) -> Archive:
+    """Read one corpus file; raises `CorpusError` when it is broken, truncated or no corpus."""
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            missing = [name for name in REQUIRED_ARRAYS if name not in archive]
+            if missing:
+                raise CorpusError(f"{file} lacks the arrays {', '.join(missing)}")
+            tokens, offsets, prompts, temperatures = (archive[name] for name in REQUIRED_ARRAYS)
+            ids = [str(name) for name in archive["ids"]] if "ids" in archive else []
+            tokenizer = str(archive["tokenizer"]) if "tokenizer" in archive else ""
+    except CorpusError:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise CorpusError(f"{file} is not a readable numpy archive: {error}") from error
+    if not len(offsets) or offsets[-1] != len(tokens) or len(offsets) != len(prompts) + 1:
+        raise CorpusError(f"{file}: offsets, prompt_lens and tokens do not agree")
+    lengths = np.diff(offsets)
+    if len(prompts) != len(temperatures) or offsets[0] != 0 or (prompts < 1).any() or (prompts > lengths).any():
+        raise CorpusError(f"{file}: offsets, prompt_lens and temperatures do not agree")
+    return Archive(tokens, offsets, prompts, temperatures, ids, tokenizer)
+
+
+def read_corpus(folder: Path, vocab_size: int, tokenizer: str = "", eos_token_ids: Collection[int] = ()) -> Corpus:
+    """Read every archive of a folder; raises `CorpusError` naming the file that does not fit.
+
+    `tokenizer` (a hash) and `eos_token_ids` are the target's: a corpus of another tokenizer is refused where it says
+    so, where it holds ids the target lacks, and where no text ends as the target's texts end.
+    """
     files = sorted(folder.glob("*.npz"))
     if not files:
         raise CorpusError(f"{folder} holds no .npz file")
-    sequences: list[Sequence_] = []
+    sequences: list[CorpusSequence] = []
     digest, start = hashlib.sha256(), 0
     for file in files:
-        try:
-            with np.load(file, allow_pickle=False) as archive:
-                missing = [name for name in REQUIRED_ARRAYS if name not in archive]
-                if missing:
-                    raise CorpusError(f"{file} lacks the arrays {', '.join(missing)}")
-                tokens, offsets, prompts, temperatures = (archive[name] for name in REQUIRED_ARRAYS)
-        except (OSError, ValueError, EOFError) as error:
-            raise CorpusError(f"{file} is not a readable numpy archive: {error}") from error
-        if offsets[-1] != len(tokens) or len(offsets) != len(prompts) + 1 or len(prompts) != len(temperatures):
-            raise CorpusError(f"{file}: offsets, prompt_lens and tokens do not agree")
+        archive = read_archive(file)
+        tokens, offsets = archive.tokens, archive.offsets
+        if tokenizer and archive.tokenizer and archive.tokenizer != tokenizer:
+            raise CorpusError(f"{file} is of another tokenizer: {archive.tokenizer}, the target's is {tokenizer}")
         if len(tokens) and int(tokens.max()) >= vocab_size:
             raise CorpusError(f"{file} holds token {int(tokens.max())}, the target has {vocab_size}: another tokenizer")
         digest.update(file.name.encode() + tokens.tobytes())
-        for begin, end, prompt, temperature in zip(offsets[:-1], offsets[1:], prompts, temperatures, strict=True):
+        spans = zip(offsets[:-1], offsets[1:], archive.prompt_lens, archive.temperatures, strict=True)
+        for begin, end, prompt, temperature in spans:
             ids = tokens[begin:end].astype(np.int64)
-            sequences.append(Sequence_(len(sequences), start + int(begin), ids, int(prompt), float(temperature)))
+            sequences.append(CorpusSequence(len(sequences), start + int(begin), ids, int(prompt), float(temperature)))
         start += len(tokens)
+    if eos_token_ids and not any(int(sequence.token_ids[-1]) in eos_token_ids for sequence in sequences):
+        raise CorpusError(
+            f"{folder}: none of {len(sequences)} texts ends with the target's end of text"
+            f" ({', '.join(map(str, sorted(eos_token_ids)))}): another tokenizer"
+        )
     return Corpus(sequences, start, digest.hexdigest()[:16])
+
+
+@dataclass(frozen=True)
+class Split:
+    """What is trained on, and what never is."""
+
+    training: list[CorpusSequence]
+    held_out: list[CorpusSequence]
+
+
+def split_corpus(corpus: Corpus, num_held_out: int = NUM_HELD_OUT) -> Split:
+    """Hold out evenly spaced sequences; other answers to their prompts are not trained on either."""
+    usable = [sequence for sequence in corpus.sequences if sequence.length - sequence.prompt_len >= 2]
+    stride = max(1, len(usable) // num_held_out)
+    held_out = usable[::stride][:num_held_out]
+    prompts = {sequence.prompt for sequence in held_out}
+    training = [sequence for sequence in usable if sequence.prompt not in prompts]
+    if not training or not held_out:
+        raise CorpusError(f"{len(usable)} sequences are too few to train on some and hold {num_held_out} out")
+    return Split(training, held_out)
+
+
+def choose_sequences(
+    sequences: Sequence[CorpusSequence], count: int, has_states: Callable[[CorpusSequence], bool]
+) -> list[CorpusSequence]:
+    """`count` sequences (0: all) in corpus order: those whose states are there already, then by one fixed shuffle."""
+    if count == 0 or count >= len(sequences):
+        return list(sequences)
+    order = np.random.default_rng(SUBSET_SEED).permutation(len(sequences))
+    shuffled = sorted((sequences[int(index)] for index in order), key=lambda sequence: not has_states(sequence))
+    return sorted(shuffled[:count], key=lambda sequence: sequence.index)
 
 
 def frequent_tokens(corpus: Corpus, size: int, vocab_size: int, always: Sequence[int]) -> Tensor:
@@ -99,30 +178,40 @@ class Batch:
     last: Tensor
     lengths: list[int]
     prompt_lens: list[int]
-    sequences: list[Sequence_]
+    sequences: list[CorpusSequence]
 
 
 class StateStore:
     """Tapped states and the normed last state of a corpus, bf16, in one memory-mapped file filled on first use.
 
     Two processes may fill it at once: both write the same numbers. A mark per sequence is set after its rows are
-    written.
+    written. Rows go to the file by plain writes, so that a full disk is an OSError and not a signal. `fingerprint`
+    keeps the states of targets of the same shape apart.
     """
 
-    def __init__(self, corpus: Corpus, target: Target, tap_layers: Sequence[int], folder: Path) -> None:
+    def __init__(
+        self, corpus: Corpus, target: Target, tap_layers: Sequence[int], folder: Path, fingerprint: str = ""
+    ) -> None:
         self._target = target
         self._taps = tuple(tap_layers)
         width = target.architecture.hidden_size
-        key = json.dumps([corpus.digest, list(tap_layers), width, target.architecture.num_layers])
+        fields = [corpus.digest, list(tap_layers), width, target.architecture.num_layers]
+        key = json.dumps(fields + [fingerprint] * bool(fingerprint))
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"states-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-        self._states = _memmap(path.with_suffix(".bin"), (corpus.num_tokens, len(self._taps) + 1, width), np.int16)
-        self._marks = _memmap(path.with_suffix(".done"), (len(corpus.sequences),), np.uint8)
-        self._rotary = RotaryTable(target.architecture, 4096, target.dtype, target.device)
+        self.path = folder / f"states-{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
+        self._marks_path = self.path.with_suffix(".done")
+        self._states = _memmap(self.path, (corpus.num_tokens, len(self._taps) + 1, width), np.int16)
+        self._marks = _memmap(self._marks_path, (len(corpus.sequences),), np.uint8)
+        longest = max((sequence.length for sequence in corpus.sequences), default=1)
+        self._rotary = RotaryTable(target.architecture, longest, target.dtype, target.device)
 
-    def batch(self, sequences: Sequence[Sequence_], device: torch.device) -> Batch:
+    def has(self, sequence: CorpusSequence) -> bool:
+        """Whether the states of a sequence are there already."""
+        return bool(self._marks[sequence.index])
+
+    def batch(self, sequences: Sequence[CorpusSequence], device: torch.device) -> Batch:
         """States of some sequences, padded to the longest."""
-        missing = [sequence for sequence in sequences if not self._marks[sequence.index]]
+        missing = [sequence for sequence in sequences if not self.has(sequence)]
         if missing:
             self._compute(missing)
         longest = max(sequence.length for sequence in sequences)
@@ -143,7 +232,7 @@ class StateStore:
         )
 
     @torch.inference_mode()
-    def _compute(self, sequences: Sequence[Sequence_]) -> None:
+    def _compute(self, sequences: Sequence[CorpusSequence]) -> None:
         target, shape = self._target, self._target.architecture
         longest = max(sequence.length for sequence in sequences)
         token_ids = torch.zeros(len(sequences), longest, dtype=torch.long)
@@ -160,16 +249,18 @@ class StateStore:
                 kept.append(hidden)
         kept.append(rms_norm(hidden, target.norm, shape.rms_eps))
         rows = torch.stack(kept, dim=2).to(torch.bfloat16).cpu().view(torch.int16).numpy()
-        for row, sequence in enumerate(sequences):
-            self._states[sequence.offset : sequence.offset + sequence.length] = rows[row, : sequence.length]
-            self._marks[sequence.index] = 1
+        with self.path.open("r+b") as states, self._marks_path.open("r+b") as marks:
+            for row, sequence in enumerate(sequences):
+                states.seek(sequence.offset * self._states.strides[0])
+                states.write(np.ascontiguousarray(rows[row, : sequence.length]).data)
+                states.flush()
+                marks.seek(sequence.index)
+                marks.write(b"\x01")
+                marks.flush()
 
 
-def full_layer(layer: object, hidden: Tensor, rotary: object, mask: Tensor) -> Tensor:
+def full_layer(layer: DecoderLayer, hidden: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
     """One layer over whole sequences [b, L, hidden] under a mask [1, group*L, L]."""
-    from modeling.layers import DecoderLayer, Rotary, attend
-
-    assert isinstance(layer, DecoderLayer) and isinstance(rotary, Rotary)
     heads = layer.project(hidden, rotary)
     attended = attend(heads.query, heads.key.transpose(-3, -2), heads.value.transpose(-3, -2), mask)
     return layer.finish(hidden, attended)
@@ -180,16 +271,16 @@ def _memmap(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.m
     with path.open("ab") as file:
         if os.fstat(file.fileno()).st_size < size:
             file.truncate(size)
-    return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
+    return np.memmap(path, dtype=dtype, mode="r", shape=shape)
 
 
 def batches(
-    sequences: Sequence[Sequence_], num_tokens: int, generator: np.random.Generator
-) -> Iterator[list[Sequence_]]:
+    sequences: Sequence[CorpusSequence], num_tokens: int, generator: np.random.Generator
+) -> Iterator[list[CorpusSequence]]:
     """One epoch of batches of similar response lengths, each of about `num_tokens` padded tokens, in random order."""
     noisy = sorted(sequences, key=lambda sequence: sequence.length - sequence.prompt_len + generator.uniform(0, 24))
-    groups: list[list[Sequence_]] = []
-    current: list[Sequence_] = []
+    groups: list[list[CorpusSequence]] = []
+    current: list[CorpusSequence] = []
     for sequence in noisy:
         longest = max([sequence.length, *(other.length for other in current)])
         if current and longest * (len(current) + 1) > num_tokens:

@@ -1,8 +1,7 @@
 """Training of the draft model (equation 9): forward KL from the target's distribution at every slot.
 
-A block's inputs are the anchor, m true tokens, then noise drawn from the sequence's own tokens before the anchor; m
-is drawn
-per block from a schedule. Blocks of several anchors share one packed pass.
+A block's inputs are the anchor, m true tokens, then noise drawn from the sequence's own tokens before the anchor; m is
+drawn per block from a schedule. Blocks of several anchors share one packed pass.
 """
 
 import json
@@ -22,7 +21,7 @@ from modeling.layers import RotaryTable, block_layer, load_layer
 from modeling.target import Target, read_checkpoint
 from modeling.vocabulary import DraftHead
 from training.blocks import Blocks, gather_rows, make_blocks, random_anchors
-from training.corpus import Batch, Sequence_, StateStore, batches
+from training.corpus import Batch, CorpusSequence, StateStore, batches
 from training.loop import write_folder
 
 PrefixSchedule = Literal["half_zero", "geometric", "noise"]
@@ -56,12 +55,17 @@ def clean_lengths(schedule: PrefixSchedule, count: int, num_slots: int, generato
 
 
 def noised_inputs(run: DraftRun, batch: Batch, blocks: Blocks, clean: Tensor, generator: np.random.Generator) -> Tensor:
-    """Block inputs [b, rows]: true tokens up to slot m, noise from the tokens before the block's anchor after it."""
+    """Block inputs [b, rows]: true tokens up to slot m, then noise from the tokens before the anchor, or masks."""
     true = torch.gather(batch.token_ids, 1, blocks.positions)
     num_slots = blocks.num_slots
     anchor = blocks.anchors.repeat_interleave(num_slots, dim=1)
-    draws = torch.from_numpy(generator.random(anchor.shape)).to(anchor.device)
-    noise = torch.gather(batch.token_ids, 1, (draws * anchor).long().clamp(max=batch.token_ids.shape[1] - 1))
+    mask_token_id = run.model.config.mask_token_id
+    if run.model.config.inputs == "mask":
+        assert mask_token_id is not None, "a config with mask inputs names the mask"
+        noise = torch.full_like(true, mask_token_id)
+    else:
+        draws = torch.from_numpy(generator.random(anchor.shape)).to(anchor.device)
+        noise = torch.gather(batch.token_ids, 1, (draws * anchor).long().clamp(max=batch.token_ids.shape[1] - 1))
     slot = torch.arange(num_slots, device=anchor.device).repeat(blocks.anchors.shape[1])
     keep = slot[None, :] <= clean.repeat_interleave(num_slots, dim=1)
     return torch.where(keep, true, noise)
@@ -91,8 +95,8 @@ def draft_loss(run: DraftRun, batch: Batch, blocks: Blocks, generator: np.random
         slot = torch.arange(run.num_slots, device=keep.device).repeat(n)
         keep = keep & (slot > 0)[None, :]
         teacher_positions = (blocks.positions - 1).clamp(min=0)
-    teacher = run.head.logits(gather_rows(batch.last, teacher_positions)[keep]).log_softmax(-1)
-    student = run.head.logits(hidden[keep]).log_softmax(-1)
+    teacher = run.head.logits(gather_rows(batch.last, teacher_positions)[keep]).float().log_softmax(-1)
+    student = run.head.logits(hidden[keep]).float().log_softmax(-1)
     return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
@@ -107,13 +111,15 @@ class DraftReport:
 
 
 @torch.no_grad()
-def evaluate_draft(run: DraftRun, store: StateStore, held_out: Sequence[Sequence_], max_passes: int = 3) -> DraftReport:
+def evaluate_draft(
+    run: DraftRun, store: StateStore, held_out: Sequence[CorpusSequence], max_passes: int = 3
+) -> DraftReport:
     """Draft at random anchors of greedy responses and count how far each draft follows the target's text."""
     generator = np.random.default_rng(7)
     accepted = torch.zeros(max_passes + 1)
     count = 0
     shifted = run.model.config.slots == "shifted"
-    greedy = [sequence for sequence in held_out if sequence.temperature == 0]
+    greedy = [sequence for sequence in held_out if sequence.temperature == 0] or held_out
     for group in batches(greedy, 2500, np.random.default_rng(3)):
         batch = store.batch(group, run.target.device)
         anchors, valid = random_anchors(batch, 24, generator)
@@ -142,7 +148,7 @@ def evaluate_draft(run: DraftRun, store: StateStore, held_out: Sequence[Sequence
 
 
 def draft_batches(
-    run: DraftRun, store: StateStore, sequences: Sequence[Sequence_], num_tokens: int, seed: int
+    run: DraftRun, store: StateStore, sequences: Sequence[CorpusSequence], num_tokens: int, seed: int
 ) -> Iterator[tuple[Batch, Blocks]]:
     """Endless epochs of batches with fresh random anchors."""
     generator = np.random.default_rng(seed)

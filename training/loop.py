@@ -4,21 +4,24 @@ A checkpoint is a folder written beside the old one and swapped in: an interrupt
 whole.
 """
 
+import errno
 import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from training.blocks import Blocks
 from training.corpus import Batch
+from training.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class LoopConfig:
     clip_norm: float = 1.0
     weight_decay: float = 0.0
     evaluate_minutes: float = 5.0
+    bfloat16: bool = False
+    """Run the loss in bf16 autocast; the weights stay fp32."""
+    max_steps: int | None = None
+    """Steps of this run, where that is the limit."""
 
 
 @dataclass
@@ -53,21 +60,58 @@ def learning_rate(config: LoopConfig, state: LoopState) -> float:
 
 
 def write_folder(folder: Path, files: dict[str, dict[str, Tensor] | str]) -> None:
-    """Write tensors (safetensors) and texts into a folder atomically; an existing folder is replaced."""
+    """Write tensors (safetensors) and texts into a folder atomically; an existing folder is replaced.
+
+    Raises OSError, and leaves what was there before, when the disk does not take it.
+    """
     temporary = folder.with_name(folder.name + f".partial-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for name, content in files.items():
-        if isinstance(content, str):
-            (temporary / name).write_text(content, encoding="utf-8")
-        else:
-            save_file({key: value.contiguous() for key, value in content.items()}, temporary / name)
+    try:
+        for name, content in files.items():
+            _write_file(temporary / name, content)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     temporary.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_file(path: Path, content: dict[str, Tensor] | str) -> None:
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    else:
+        try:
+            save_file({key: value.contiguous() for key, value in content.items()}, path)
+        except SafetensorError as error:  # the library wraps what the disk says
+            is_full = "No space left" in str(error)
+            raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error), str(path)) from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def restore_folder(folder: Path) -> None:
+    """Undo an interruption of `write_folder` between its two renames, and remove what else it left behind."""
+    old = folder.with_name(folder.name + ".old")
+    if not folder.exists() and old.exists():
+        old.rename(folder)
+    for left in (old, *folder.parent.glob(folder.name + ".partial-*")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def read_state(output: Path) -> LoopState:
+    """The progress of a training, zero where none has been saved. Raises `InputError` when it is broken."""
+    path = output / "state" / "progress.json"
+    if not path.parent.exists():
+        return LoopState()
+    try:
+        return LoopState(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path} cannot be read, so the training cannot go on: {error}") from error
 
 
 class Trainer:
@@ -88,15 +132,17 @@ class Trainer:
 
     def _resume(self) -> None:
         folder = self.output / "state"
-        if not folder.exists() and (self.output / "state.old").exists():
-            (self.output / "state.old").rename(folder)
+        restore_folder(folder)
         if not folder.exists():
             return
-        self.state = LoopState(**json.loads((folder / "progress.json").read_text()))
-        self.module.load_state_dict(load_file(folder / "model.safetensors"))
-        moments = load_file(folder / "optimizer.safetensors")
-        parameters = self.optimizer.param_groups[0]["params"]
-        for index, parameter in enumerate(parameters):
+        self.state = read_state(self.output)
+        try:
+            self.module.load_state_dict(load_file(folder / "model.safetensors"))
+            moments = load_file(folder / "optimizer.safetensors")
+        except (OSError, SafetensorError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(f"{folder} cannot be resumed: {reason[:300]}") from error
+        for index, parameter in enumerate(self._parameters()):
             if f"{index}.exp_avg" in moments:
                 self.optimizer.state[parameter] = {
                     "step": torch.tensor(float(self.state.step)),
@@ -104,10 +150,14 @@ class Trainer:
                     "exp_avg_sq": moments[f"{index}.exp_avg_sq"].to(parameter.device),
                 }
 
+    def _parameters(self) -> Sequence[nn.Parameter]:
+        parameters: Sequence[nn.Parameter] = self.optimizer.param_groups[0]["params"]
+        return parameters
+
     def save(self) -> None:
         """Write model, optimizer and progress."""
         moments = {}
-        for index, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+        for index, parameter in enumerate(self._parameters()):
             stored = self.optimizer.state.get(parameter)
             if stored:
                 moments[f"{index}.exp_avg"] = stored["exp_avg"]
@@ -117,7 +167,7 @@ class Trainer:
             {
                 "model.safetensors": dict(self.module.state_dict()),
                 "optimizer.safetensors": moments,
-                "progress.json": json.dumps({"step": self.state.step, "trained_s": self.state.trained_s}),
+                "progress.json": json.dumps(asdict(self.state)),
             },
         )
 
@@ -127,32 +177,45 @@ class Trainer:
         loss_of: Callable[[Batch, Blocks], Tensor],
         evaluate: Callable[[], str],
         report: Callable[[str], None],
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train; every `evaluate_minutes` and at the end: evaluate, report a line, save."""
+        """Train; every `evaluate_minutes` and at the end: save, evaluate, report a line.
+
+        `should_stop` is asked before every step. Raises `InputError` when the loss is no number: what was saved stays.
+        """
         config, state = self.config, self.state
         started = last_evaluation = time.monotonic()
         before = state.trained_s
         report(f"step {state.step} start {evaluate()}")
         running, count = 0.0, 0
-        for batch in batches:
+        for num_steps, batch in enumerate(batches):
             elapsed = time.monotonic() - started
-            if elapsed > config.minutes * 60 or state.trained_s > config.total_minutes * 60:
+            is_over = elapsed > config.minutes * 60 or state.trained_s > config.total_minutes * 60
+            if is_over or num_steps == config.max_steps or should_stop():
                 break
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(config, state)
-            loss = loss_of(*batch)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.module.parameters(), config.clip_norm)
-            self.optimizer.step()
-            state.step += 1
-            running, count = running + loss.item(), count + 1
+            running, count = running + self._step(loss_of, *batch), count + 1
             state.trained_s = before + time.monotonic() - started
             if time.monotonic() - last_evaluation > config.evaluate_minutes * 60:
+                self.save()
                 report(f"step {state.step} minutes {state.trained_s / 60:.1f} loss {running / count:.4f} {evaluate()}")
                 running, count = 0.0, 0
-                self.save()
                 last_evaluation = time.monotonic()
         mean = running / count if count else float("nan")
-        report(f"step {state.step} minutes {state.trained_s / 60:.1f} loss {mean:.4f} {evaluate()}")
         self.save()
+        report(f"step {state.step} minutes {state.trained_s / 60:.1f} loss {mean:.4f} {evaluate()}")
+
+    def _step(self, loss_of: Callable[[Batch, Blocks], Tensor], batch: Batch, blocks: Blocks) -> float:
+        """One optimizer step; returns the loss before it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, self.state)
+        with torch.autocast(batch.taps.device.type, torch.bfloat16, enabled=self.config.bfloat16):
+            loss = loss_of(batch, blocks)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise InputError(f"the loss is {value} at step {self.state.step}; try a lower --learning-rate")
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        self.state.step += 1
+        return value

@@ -404,12 +404,17 @@ class VerifyWorker:
 
     def _go_alone(self, sequence: Sequence) -> None:
         """Let a sequence continue without the drafter."""
-        if sequence.is_drafted:
-            sequence.is_drafted = False
-            self._peer.send(CloseSequence(sequence_id=sequence.sequence_id))
+        self._close_drafting(sequence)
         if sequence.stage is Stage.AWAITING:
             without_drafts(sequence)
             sequence.stage = Stage.READY
+
+    def _close_drafting(self, sequence: Sequence) -> None:
+        """Tell the drafter that a sequence needs no more blocks; a message that cannot leave shows that it is gone."""
+        if sequence.is_drafted:
+            sequence.is_drafted = False
+            if not self._peer.send(CloseSequence(sequence_id=sequence.sequence_id)):
+                self._lose_drafter()
 
     def _lose_drafter(self) -> None:
         """The drafter is gone: its sequences go on autoregressively, new ones wait for another drafter."""
@@ -422,8 +427,7 @@ class VerifyWorker:
 
     def _finish(self, sequence: Sequence, reason: str, stop_token_id: int | None) -> None:
         now = time.perf_counter()
-        if sequence.is_drafted:
-            self._peer.send(CloseSequence(sequence_id=sequence.sequence_id))
+        self._close_drafting(sequence)
         del self._running[sequence.sequence_id]
         self._free_slots.append(sequence.slot)
         prefilled_at = sequence.prefilled_at or now

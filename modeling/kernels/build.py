@@ -19,6 +19,7 @@ import torch
 logger = logging.getLogger("jetspec.kernels")
 
 SOURCE = Path(__file__).with_name("linear.c")
+PARTS = (SOURCE, SOURCE.with_name("layer_body.h"))
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
 NEEDED_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl")
 COMPILE_LIMIT_S = 120
@@ -50,7 +51,9 @@ def load_kernels() -> ctypes.CDLL | None:
 def _compiled(cpu_name: str) -> Path:
     """Path of the library for this source, compiler flags and CPU, compiled if it is not there yet."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    key = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, cpu_name)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(b"".join(part.read_bytes() for part in PARTS) + repr((FLAGS, cpu_name)).encode()).hexdigest()[
+        :16
+    ]
     folder = cache_folder()
     library = folder / f"linear-{key}.so"
     if library.exists():
@@ -60,7 +63,7 @@ def _compiled(cpu_name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         built = Path(temporary) / library.name
-        command = [compiler, *FLAGS, "-o", str(built), str(SOURCE)]
+        command = [compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
         if done.returncode != 0:
             raise OSError(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-400:]}")
@@ -69,9 +72,14 @@ def _compiled(cpu_name: str) -> Path:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number = ctypes.c_void_p, ctypes.c_long
     for name in ("jetspec_linear_bf16", "jetspec_linear_fp32"):
         function = getattr(library, name)
-        pointer, number = ctypes.c_void_p, ctypes.c_long
         function.argtypes = [pointer, number, number, pointer, number, pointer, number]
         function.restype = ctypes.c_int
+    for suffix in ("bf16", "fp32"):
+        project, finish = getattr(library, f"jetspec_project_{suffix}"), getattr(library, f"jetspec_finish_{suffix}")
+        project.argtypes = [pointer, pointer, number, pointer, pointer, pointer]
+        finish.argtypes = [pointer, pointer, pointer, number, pointer]
+        project.restype = finish.restype = ctypes.c_int
     return library

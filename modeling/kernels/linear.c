@@ -7,20 +7,24 @@
  * CPUs without AMX that we measured, and with up to a dozen rows the product still costs little more than reading weights.
  */
 #include <immintrin.h>
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define PANEL 32
-#define MAX_ROWS 12
-#define AHEAD 24 /* vectors to prefetch ahead of use */
+#define MAX_ROWS 12 /* two accumulators a row: 24 of the 32 vector registers */
+#define MAX_GROUPS 16
+#define STEP 16     /* k values of a row that lie side by side */
+#define LINE 64
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-int jetspec_supported(void) { return 1; }
-#else
+/* Cache lines to prefetch ahead of use: into the first cache, and into the second, far enough for memory to answer. */
+#define NEAR 16
+#define FAR 128
+
+#if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512VL__)
 #error "this kernel needs AVX-512"
 #endif
-
 
 static inline __m256i narrow(__m512 value) {
     __m512i bits = _mm512_castps_si512(value);
@@ -31,113 +35,215 @@ static inline __m256i narrow(__m512 value) {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 
-static void store_bf16(uint16_t *out, __m512 low, __m512 high, long width) {
-    uint16_t lanes[PANEL];
-    _mm256_storeu_si256((__m256i *)lanes, narrow(low));
-    _mm256_storeu_si256((__m256i *)(lanes + 16), narrow(high));
-    memcpy(out, lanes, (size_t)width * sizeof(uint16_t));
+static inline __mmask32 first_lanes(long count) { return count >= 32 ? 0xffffffffu : ((__mmask32)1 << count) - 1; }
+
+static inline void store_bf16(uint16_t *out, __m512 low, __m512 high, __mmask32 lanes) {
+    __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(low)), narrow(high), 1);
+    _mm512_mask_storeu_epi16(out, lanes, both);
 }
 
-static void store_fp32(float *out, __m512 low, __m512 high, long width) {
-    float lanes[PANEL];
-    _mm512_storeu_ps(lanes, low);
-    _mm512_storeu_ps(lanes + 16, high);
-    memcpy(out, lanes, (size_t)width * sizeof(float));
+static inline void store_fp32(float *out, __m512 low, __m512 high, __mmask32 lanes) {
+    _mm512_mask_storeu_ps(out, (__mmask16)lanes, low);
+    _mm512_mask_storeu_ps(out + 16, (__mmask16)(lanes >> 16), high);
 }
 
-/* One panel times ROWS rows. x is [k][ROWS]. */
-#define DEFINE_PANEL(ROWS)                                                                                             \
-    static void panel_bf16_##ROWS(const uint16_t *w, const float *x, long depth, uint16_t *out, long stride, long width) { \
-        __m512 low[ROWS], high[ROWS];                                                                                  \
-        const __m512i mask = _mm512_set1_epi32((int)0xffff0000u);                                                      \
-        for (int m = 0; m < ROWS; m++) low[m] = high[m] = _mm512_setzero_ps();                                         \
-        for (long k = 0; k < depth; k++) {                                                                             \
-            __m512i both = _mm512_loadu_si512(w + k * PANEL);                                                          \
-            _mm_prefetch((const char *)(w + (k + AHEAD) * PANEL), _MM_HINT_T0);                                        \
-            __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));                                           \
-            __m512 second = _mm512_castsi512_ps(_mm512_and_si512(both, mask));                                         \
-            _Pragma("GCC unroll 12") for (int m = 0; m < ROWS; m++) {                                                  \
-                __m512 value = _mm512_set1_ps(x[k * ROWS + m]);                                                        \
-                low[m] = _mm512_fmadd_ps(value, first, low[m]);                                                        \
-                high[m] = _mm512_fmadd_ps(value, second, high[m]);                                                     \
+/* Up to STEP values of a row as fp32, zeros behind them. */
+static inline void widen_bf16(float *to, const uint16_t *from, long count) {
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)first_lanes(count), from));
+    _mm512_store_ps(to, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+}
+
+static inline void widen_fp32(float *to, const float *from, long count) {
+    _mm512_store_ps(to, _mm512_maskz_loadu_ps((__mmask16)first_lanes(count), from));
+}
+
+static inline void load_bf16(const uint16_t *w, __m512 *first, __m512 *second) {
+    __m512i both = _mm512_loadu_si512(w);
+    *first = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    *second = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000u)));
+}
+
+static inline void load_fp32(const float *w, __m512 *first, __m512 *second) {
+    *first = _mm512_loadu_ps(w);
+    *second = _mm512_loadu_ps(w + 16);
+}
+
+static inline void prefetch_first(const char *from, long bytes) {
+    for (long i = 0; i < bytes; i += LINE) _mm_prefetch(from + i, _MM_HINT_T0);
+}
+
+static inline void prefetch_second(const char *from, long bytes) {
+    for (long i = 0; i < bytes; i += LINE) _mm_prefetch(from + i, _MM_HINT_T1);
+}
+
+/* One panel times ROWS rows. x is [depth / STEP][ROWS][STEP]. From `ahead` on, `share` bytes a step are prefetched: what
+ * these rows contribute to fetching the next panel while they compute on this one. */
+#define DEFINE_PANEL(ROWS, NAME, TYPE, LOAD, OUT, STORE)                                                               \
+    static void NAME##_panel_##ROWS(const TYPE *w, const float *x, long depth, OUT *out, long stride, long width,      \
+                                    const char *ahead, long share) {                                                   \
+        enum { BYTES = PANEL * sizeof(TYPE) };                                                                         \
+        __m512 low[ROWS], high[ROWS], first, second;                                                                   \
+        _Pragma("GCC unroll 12") for (int m = 0; m < ROWS; m++) low[m] = high[m] = _mm512_setzero_ps();                \
+        for (long base = 0; base < depth; base += STEP, x += ROWS * STEP, ahead += share) {                            \
+            long count = depth - base < STEP ? depth - base : STEP;                                                    \
+            prefetch_second(ahead, share);                                                                             \
+            _Pragma("GCC unroll 1") for (long k = 0; k < count; k++, w += PANEL) {                                     \
+                LOAD(w, &first, &second);                                                                              \
+                prefetch_first((const char *)w + NEAR * LINE, BYTES);                                                  \
+                prefetch_second((const char *)w + FAR * LINE, BYTES);                                                  \
+                _Pragma("GCC unroll 12") for (int m = 0; m < ROWS; m++) {                                              \
+                    __m512 value = _mm512_set1_ps(x[m * STEP + k]);                                                    \
+                    low[m] = _mm512_fmadd_ps(value, first, low[m]);                                                    \
+                    high[m] = _mm512_fmadd_ps(value, second, high[m]);                                                 \
+                }                                                                                                      \
             }                                                                                                          \
         }                                                                                                              \
-        for (int m = 0; m < ROWS; m++) store_bf16(out + m * stride, low[m], high[m], width);                           \
-    }                                                                                                                  \
-    static void panel_fp32_##ROWS(const float *w, const float *x, long depth, float *out, long stride, long width) {   \
-        __m512 low[ROWS], high[ROWS];                                                                                  \
-        for (int m = 0; m < ROWS; m++) low[m] = high[m] = _mm512_setzero_ps();                                         \
-        for (long k = 0; k < depth; k++) {                                                                             \
-            __m512 first = _mm512_loadu_ps(w + k * PANEL);                                                             \
-            __m512 second = _mm512_loadu_ps(w + k * PANEL + 16);                                                       \
-            _mm_prefetch((const char *)(w + (k + AHEAD / 2) * PANEL), _MM_HINT_T0);                                    \
-            _mm_prefetch((const char *)(w + (k + AHEAD / 2) * PANEL + 16), _MM_HINT_T0);                               \
-            _Pragma("GCC unroll 12") for (int m = 0; m < ROWS; m++) {                                                  \
-                __m512 value = _mm512_set1_ps(x[k * ROWS + m]);                                                        \
-                low[m] = _mm512_fmadd_ps(value, first, low[m]);                                                        \
-                high[m] = _mm512_fmadd_ps(value, second, high[m]);                                                     \
-            }                                                                                                          \
-        }                                                                                                              \
-        for (int m = 0; m < ROWS; m++) store_fp32(out + m * stride, low[m], high[m], width);                           \
+        __mmask32 lanes = first_lanes(width);                                                                          \
+        _Pragma("GCC unroll 12") for (int m = 0; m < ROWS; m++) STORE(out + m * stride, low[m], high[m], lanes);       \
     }
 
-#define FOR_ALL_ROWS(USE) USE(1) USE(2) USE(3) USE(4) USE(5) USE(6) USE(7) USE(8) USE(9) USE(10) USE(11) USE(12)
-FOR_ALL_ROWS(DEFINE_PANEL)
+#define FOR_ALL_ROWS(USE, ...)                                                                                         \
+    USE(1, __VA_ARGS__) USE(2, __VA_ARGS__) USE(3, __VA_ARGS__) USE(4, __VA_ARGS__) USE(5, __VA_ARGS__)                \
+    USE(6, __VA_ARGS__) USE(7, __VA_ARGS__) USE(8, __VA_ARGS__) USE(9, __VA_ARGS__) USE(10, __VA_ARGS__)               \
+    USE(11, __VA_ARGS__) USE(12, __VA_ARGS__)
+#define POINTER(ROWS, NAME) NAME##_panel_##ROWS,
 
-typedef void (*panel_bf16_function)(const uint16_t *, const float *, long, uint16_t *, long, long);
-typedef void (*panel_fp32_function)(const float *, const float *, long, float *, long, long);
-#define NAME_BF16(ROWS) panel_bf16_##ROWS,
-#define NAME_FP32(ROWS) panel_fp32_##ROWS,
-static const panel_bf16_function panel_bf16[] = {0, FOR_ALL_ROWS(NAME_BF16)};
-static const panel_fp32_function panel_fp32[] = {0, FOR_ALL_ROWS(NAME_FP32)};
-
-/* Rows are split into groups of nearly equal size, each transposed to [k][rows] once. */
+/* Rows are split into groups of nearly equal size. */
 typedef struct {
-    long first, count;
-} group;
+    long num_groups, small, num_larger;
+} split;
 
-static long split(long rows, group *groups) {
-    long num = (rows + MAX_ROWS - 1) / MAX_ROWS, first = 0;
-    for (long g = 0; g < num; g++) {
-        long count = rows / num + (g < rows % num);
-        groups[g] = (group){first, count};
-        first += count;
-    }
-    return num;
+static split split_rows(long rows) {
+    long num_groups = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    return (split){num_groups, rows / num_groups, rows % num_groups};
 }
+
+static inline long group_size(split groups, long index) { return groups.small + (index < groups.num_larger); }
+
+static inline long num_steps(long depth) { return (depth + STEP - 1) / STEP; }
+
+/* Memory for `rows` rows of a depth in the order the panels read them. */
+static float *room_for(long rows, long depth) {
+    return aligned_alloc(LINE, (size_t)(rows * num_steps(depth) * STEP) * sizeof(float));
+}
+
+/* NAME: out [rows][stride] = x [rows][depth] times packed weights, panels of PANEL outputs; at least one row. x is brought
+ * into `arranged`, from `room_for`: each group as [depth / STEP][group's rows][STEP]. */
+#define DEFINE_PRODUCT(NAME, TYPE, LOAD, IN, WIDEN, OUT, STORE)                                                        \
+    FOR_ALL_ROWS(DEFINE_PANEL, NAME, TYPE, LOAD, OUT, STORE)                                                           \
+    static void (*const NAME##_panels[])(const TYPE *, const float *, long, OUT *, long, long, const char *, long) = { \
+        0, FOR_ALL_ROWS(POINTER, NAME)};                                                                               \
+                                                                                                                       \
+    static void NAME(const IN *x, long rows, long depth, const TYPE *packed, long outputs, OUT *out, long stride,      \
+                     float *arranged) {                                                                                \
+        split groups = split_rows(rows);                                                                               \
+        long steps = num_steps(depth);                                                                                 \
+        float *place = arranged;                                                                                       \
+        for (long g = 0; g < groups.num_groups; g++) {                                                                 \
+            long size = group_size(groups, g);                                                                         \
+            for (long k = 0; k < depth; k += STEP)                                                                     \
+                for (long m = 0; m < size; m++, place += STEP) WIDEN(place, x + m * depth + k, depth - k);             \
+            x += size * depth;                                                                                         \
+        }                                                                                                              \
+        /* A lone group has no time to spare: it is bound by memory, and the far prefetch keeps that busy. */          \
+        long lines = groups.num_groups > 1 ? (long)(STEP * PANEL * sizeof(TYPE)) / LINE : 0;                           \
+        long share = (lines + groups.num_groups - 1) / groups.num_groups * LINE;                                       \
+        for (long n = 0; n < outputs; n += PANEL) {                                                                    \
+            const TYPE *w = packed + n * depth;                                                                        \
+            const char *ahead = (const char *)(w + PANEL * depth);                                                     \
+            const float *from = arranged;                                                                              \
+            OUT *to = out + n;                                                                                         \
+            for (long g = 0; g < groups.num_groups; g++) {                                                             \
+                long size = group_size(groups, g);                                                                     \
+                NAME##_panels[size](w, from, depth, to, stride, outputs - n, ahead + g * steps * share, share);        \
+                from += size * steps * STEP;                                                                           \
+                to += size * stride;                                                                                   \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+DEFINE_PRODUCT(product_bf16, uint16_t, load_bf16, uint16_t, widen_bf16, uint16_t, store_bf16)
+DEFINE_PRODUCT(product_wide, uint16_t, load_bf16, float, widen_fp32, float, store_fp32)
+DEFINE_PRODUCT(product_fp32, float, load_fp32, float, widen_fp32, float, store_fp32)
+
+#define DEFINE_LINEAR(KIND, TYPE)                                                                                      \
+    /* out [rows][stride] = x [rows][depth] times packed weights. Returns 0, or 1 without memory. */                   \
+    int jetspec_linear_##KIND(const TYPE *x, long rows, long depth, const TYPE *packed, long outputs, TYPE *out,       \
+                              long stride) {                                                                           \
+        if (rows < 1) return 0;                                                                                        \
+        float *arranged = room_for(rows, depth);                                                                       \
+        if (!arranged) return 1;                                                                                       \
+        product_##KIND(x, rows, depth, packed, outputs, out, stride, arranged);                                        \
+        free(arranged);                                                                                                \
+        return 0;                                                                                                      \
+    }
+
+DEFINE_LINEAR(bf16, uint16_t)
+DEFINE_LINEAR(fp32, float)
 
 #define WIDEN_BF16(value) ({ uint32_t bits_ = (uint32_t)(value) << 16; float wide_; memcpy(&wide_, &bits_, 4); wide_; })
 #define WIDEN_FP32(value) (value)
 
-#define DEFINE_LINEAR(NAME, TYPE, WIDEN, PANELS)                                                                       \
-    /* out [rows][out_stride], x [rows][depth], packed: panels of PANEL outputs. Returns 0, or 1 without memory. */    \
-    int NAME(const TYPE *x, long rows, long depth, const TYPE *packed, long outputs, TYPE *out, long out_stride) {     \
-        long num_groups = (rows + MAX_ROWS - 1) / MAX_ROWS;                                                            \
-        group *groups = malloc((size_t)num_groups * sizeof(group));                                                    \
-        float *turned = aligned_alloc(64, ((size_t)(rows * depth) * sizeof(float) + 63) / 64 * 64);                    \
-        if (!groups || !turned) {                                                                                      \
-            free(groups);                                                                                              \
-            free(turned);                                                                                              \
-            return 1;                                                                                                  \
-        }                                                                                                              \
-        split(rows, groups);                                                                                           \
-        for (long g = 0; g < num_groups; g++) {                                                                        \
-            float *to = turned + groups[g].first * depth;                                                              \
-            for (long m = 0; m < groups[g].count; m++) {                                                               \
-                const TYPE *from = x + (groups[g].first + m) * depth;                                                  \
-                for (long k = 0; k < depth; k++) to[k * groups[g].count + m] = WIDEN(from[k]);                         \
-            }                                                                                                          \
-        }                                                                                                              \
-        for (long n = 0; n < outputs; n += PANEL) {                                                                    \
-            long width = outputs - n < PANEL ? outputs - n : PANEL;                                                    \
-            for (long g = 0; g < num_groups; g++)                                                                      \
-                PANELS[groups[g].count](packed + n * depth, turned + groups[g].first * depth, depth,                   \
-                                        out + groups[g].first * out_stride + n, out_stride, width);                    \
-        }                                                                                                              \
-        free(groups);                                                                                                  \
-        free(turned);                                                                                                  \
-        return 0;                                                                                                      \
-    }
+/* --- the halves of a decoder layer */
 
-DEFINE_LINEAR(jetspec_linear_bf16, uint16_t, WIDEN_BF16, panel_bf16)
-DEFINE_LINEAR(jetspec_linear_fp32, float, WIDEN_FP32, panel_fp32)
+/* Weights of a layer; matrices are packed, vectors have the element type; a null pointer stands for a part that is absent. */
+typedef struct {
+    const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *post_norm, *gate_up, *down;
+    long hidden, intermediate, heads, kv_heads, dim, query_width;
+    float eps;
+} layer_weights;
+
+/* exp by range reduction and a polynomial, to about one unit in the last place; the same on every element. */
+static inline __m512 exp_lanes(__m512 x) {
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* to = gate * sigmoid(gate) * up; NaN passes through. */
+static void silu_times(float *to, const float *gate, const float *up, long count) {
+    for (long i = 0; i < count; i += 16) {
+        __mmask16 lanes = count - i < 16 ? (__mmask16)((1u << (count - i)) - 1) : (__mmask16)0xffff;
+        __m512 g = _mm512_maskz_loadu_ps(lanes, gate + i), u = _mm512_maskz_loadu_ps(lanes, up + i);
+        __m512 e = exp_lanes(_mm512_sub_ps(_mm512_setzero_ps(), g));
+        __m512 s = _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+        _mm512_mask_storeu_ps(to + i, lanes, _mm512_mul_ps(s, u));
+    }
+}
+
+static void narrow_row_bf16(uint16_t *to, const float *from, long count) {
+    for (long i = 0; i < count; i += 16) {
+        __mmask16 lanes = count - i < 16 ? (__mmask16)((1u << (count - i)) - 1) : (__mmask16)0xffff;
+        _mm256_mask_storeu_epi16(to + i, lanes, narrow(_mm512_maskz_loadu_ps(lanes, from + i)));
+    }
+}
+
+static void narrow_row_fp32(float *to, const float *from, long count) { memcpy(to, from, (size_t)count * sizeof(float)); }
+
+#define TYPE uint16_t
+#define NAME(x) x##_bf16
+#define WIDEN(value) WIDEN_BF16(value)
+#define NARROW_ROW narrow_row_bf16
+#define PRODUCT product_wide
+#include "layer_body.h"
+#undef TYPE
+#undef NAME
+#undef WIDEN
+#undef NARROW_ROW
+#undef PRODUCT
+
+#define TYPE float
+#define NAME(x) x##_fp32
+#define WIDEN(value) WIDEN_FP32(value)
+#define NARROW_ROW narrow_row_fp32
+#define PRODUCT product_fp32
+#include "layer_body.h"

@@ -17,7 +17,7 @@ class PackedWeight:
         assert library is not None, "a weight is packed only where the kernel exists"
         self._function = library.jetspec_linear_bf16 if panels.dtype == torch.bfloat16 else library.jetspec_linear_fp32
         self._panels = panels
-        self._pointer = panels.data_ptr()
+        self.pointer = panels.data_ptr()
         self.shape = torch.Size((outputs, depth))
         self.dtype = panels.dtype
 
@@ -27,7 +27,7 @@ class PackedWeight:
         assert flat.dtype == self.dtype, "rows and weight have one dtype"
         out = torch.empty(flat.shape[0], outputs, dtype=self.dtype)
         if flat.shape[0] and self._function(
-            flat.data_ptr(), flat.shape[0], depth, self._pointer, outputs, out.data_ptr(), outputs
+            flat.data_ptr(), flat.shape[0], depth, self.pointer, outputs, out.data_ptr(), outputs
         ):
             raise MemoryError("no memory for a matrix product")
         return out.view(*rows.shape[:-1], outputs)

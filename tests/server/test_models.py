@@ -157,7 +157,7 @@ def test_default_weights_are_found_in_checkout_or_package(monkeypatch: pytest.Mo
     assert weights.adapter == installed / "smollm2-135m" / "adapter"
     assert weights.calibration is None
     (installed / "smollm2-135m" / "calibration").mkdir()
-    (installed / "smollm2-135m" / "calibration" / "calibration.json").write_text("{}")
+    (installed / "smollm2-135m" / "calibration" / "budget-9.json").write_text("{}")
     with_calibration = default_weights("demo")
     assert with_calibration is not None
     assert with_calibration.calibration == installed / "smollm2-135m" / "calibration"

@@ -1,0 +1,7 @@
+"""`python -m evaluation`, which is also `jetspecpp eval`."""
+
+import sys
+
+from evaluation.cli import main
+
+sys.exit(main())
