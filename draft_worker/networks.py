@@ -13,7 +13,7 @@ from modeling.architecture import Architecture
 from modeling.decoder import Decoder
 from modeling.draft_model import DraftConfig, DraftModel, check_draft_fits, load_draft_model
 from modeling.layers import RotaryTable
-from modeling.target import Target, load_target_top
+from modeling.target import Target, load_target
 from modeling.vocabulary import DraftHead
 
 
@@ -29,6 +29,7 @@ class DraftNetworks:
     rotary: RotaryTable  # of the target, the adapter and the decoder
     draft_rotary: RotaryTable
     target: Architecture
+    num_positions: int
 
     @property
     def config(self) -> DraftConfig:
@@ -84,6 +85,7 @@ def assemble(
         rotary=RotaryTable(shape, num_positions, target.dtype, target.device),
         draft_rotary=RotaryTable(model.config.architecture, num_positions, target.dtype, target.device),
         target=shape,
+        num_positions=num_positions,
     )
 
 
@@ -97,6 +99,6 @@ def load_networks(
 ) -> DraftNetworks:
     """Load everything a drafter needs; of the target only what it uses. Raises `UnsupportedModel`."""
     loaded = load_draft_model(draft_folder, dtype, device)
-    target = load_target_top(target_folder, dtype, device, loaded.model.config.tap_layers[-1] + 1)
+    target = load_target(target_folder, dtype, device, loaded.model.config.tap_layers[-1] + 1)
     adapter = None if adapter_folder is None else load_adapter(adapter_folder, dtype, device)
     return assemble(target, loaded.model, loaded.token_ids, adapter, num_positions)

@@ -111,7 +111,11 @@ class DraftRound:
     def _select(self, foresight: Foresight) -> list[tuple[int, int]]:
         networks = self.sequence.networks
         excluded = [c for c in networks.to_columns(sorted(self.rule.excluded_token_ids)) if c >= 0]
-        chosen = select(self.score(foresight), self.plan.cache_size, excluded, self.rule.threshold)
+        table = self.score(foresight)
+        ends = [k for k, token_id in enumerate(self.block.token_ids) if token_id in self.rule.excluded_token_ids]
+        if ends:  # accepting a draft that ends the text leaves no next block to prepare
+            table = table.take((table.num_accepted <= ends[0]).nonzero().flatten())
+        chosen = select(table, self.plan.cache_size, excluded, self.rule.threshold)
         anchors = networks.to_token_ids(chosen.column).tolist()
         return list(zip(chosen.num_accepted.tolist(), anchors, strict=True))
 

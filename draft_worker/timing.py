@@ -47,9 +47,11 @@ def measure_phases(
 ) -> dict[int, PhaseTimes]:
     """Best of a few runs of each phase on made-up states, by cache size."""
     generator = torch.Generator().manual_seed(0)
-    memory = new_memory(networks, TRIAL_LENGTH + 64, num_draft_tokens, max(cache_sizes))
-    sequence = DraftSequence(networks, memory, [0] * (TRIAL_LENGTH + 1))
-    sequence.num_rows = TRIAL_LENGTH
+    beyond = 2 * (num_draft_tokens + 1)
+    length = max(1, min(TRIAL_LENGTH, networks.num_positions - beyond))
+    memory = new_memory(networks, length + beyond, num_draft_tokens, max(cache_sizes))
+    sequence = DraftSequence(networks, memory, [0] * (length + 1))
+    sequence.num_rows = length
     block = [0] * (num_draft_tokens + 1)
     times = {}
     for size in cache_sizes:
@@ -83,7 +85,24 @@ class PlanChooser:
         self._num_passes = num_passes
         self._num_refreshes = num_refreshes
         self._verify_s: float | None = None
+        self._slowness = 1.0
         self.plan = self._choose()
+
+    def observe_phase(self, phase: str, seconds: float, cache_size: int) -> None:
+        """Take a phase's time at work: the trial ran while the verifier was loading, and machines change their
+        speed."""
+        times = self._times.get(cache_size)
+        if times is None:
+            return
+        tried = {
+            "foresight": times.foresight_s,
+            "draft": times.pass_s,
+            "refine": times.pass_s,
+            "refresh": times.refresh_s,
+        }
+        expected = tried.get(phase, 0.0)
+        if expected > 0.0:
+            self._slowness += 0.05 * (min(seconds / expected, 4.0) - self._slowness)
 
     def observe_verification(self, seconds: float) -> None:
         """Take the time from one outcome to the next of a sequence whose block was ready."""
@@ -95,7 +114,7 @@ class PlanChooser:
         if self._verify_s is None:
             chosen = PassPlan(1, 1, min(4, max(self._times)) if 4 in self._times else max(self._times))
         else:
-            chosen = choose_plan(self._times, self._verify_s)
+            chosen = choose_plan(self._times, self._verify_s / self._slowness)
         passes = chosen.num_passes if self._num_passes is None else self._num_passes
         refreshes = min(passes, chosen.num_refreshes) if self._num_refreshes is None else self._num_refreshes
         return PassPlan(passes, min(refreshes, passes), chosen.cache_size)

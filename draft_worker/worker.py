@@ -47,6 +47,7 @@ logger = logging.getLogger("jetspec.drafter")
 IDLE_WAIT_S = 0.05
 STATUS_INTERVAL_S = 0.5
 HELLO_INTERVAL_S = 0.5
+HELLO_AGAIN_S = 2.0
 PHASE_ORDER = {phase: order for order, phase in enumerate(("foresight", "draft", "refresh", "refine"))}
 
 
@@ -137,8 +138,10 @@ class DraftWorker:
     # --- receiving
 
     def _greet(self) -> None:
+        """Say hello until accepted, and now and then after: a verifier that lost sight of this drafter takes it
+        back."""
         now = time.monotonic()
-        if not self._is_accepted and now - self._hello_at > HELLO_INTERVAL_S:
+        if now - self._hello_at > (HELLO_AGAIN_S if self._is_accepted else HELLO_INTERVAL_S):
             self._hello_at = now
             self._peer.send(self._hello)
 
@@ -306,9 +309,11 @@ class DraftWorker:
     def _advance(self, state: DraftedSequence) -> None:
         """Run one phase and publish what it finished."""
         assert state.steps is not None and state.next_phase is not None and state.round is not None
-        version = state.round.version
-        with self._clock.measure(state.next_phase):
+        version, phase = state.round.version, state.next_phase
+        started = time.perf_counter()
+        with self._clock.measure(phase):
             state.next_phase = next(state.steps, None)
+        self._chooser.observe_phase(phase, time.perf_counter() - started, state.round.plan.cache_size)
         state.num_steps += 1
         if state.round.version > version:
             self._push(state, state.round)

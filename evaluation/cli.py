@@ -68,13 +68,12 @@ def _acceptance(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--methods: unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
     pin(None)
     folder = model_folder(parsed.model)
-    weights = Path(__file__).resolve().parent.parent / "weights" / "smollm2-135m"
+    weights = shipped_weights()
     draft = parsed.draft_model or weights / "draft"
     adapter = parsed.adapter or weights / "adapter"
-    budget = parsed.num_speculative_tokens + 1
-    calibration_path = parsed.calibration or weights / "calibration" / f"budget-{budget}.json"
+    calibration_path = _calibration_path(parsed, weights)
     calibration = None
-    if parsed.calibration is not None or calibration_path.exists():
+    if calibration_path is not None:
         calibration = Calibration.from_json(calibration_path.read_text(encoding="utf-8"))
     device = torch.device(parsed.device)
     dtype = choose_dtype(parsed.dtype, device)
@@ -126,6 +125,22 @@ def _texts(
         chat.stop_token_ids,
         networks.decoder.first_layer,
     )
+
+
+def shipped_weights() -> Path:
+    """The folder of the demo target's draft weights: in the checkout, else in the installed package."""
+    root = Path(__file__).resolve().parent.parent
+    checkout = root / "weights" / "smollm2-135m"
+    return checkout if checkout.is_dir() else root / "modeling" / "weights" / "smollm2-135m"
+
+
+def _calibration_path(parsed: argparse.Namespace, weights: Path) -> Path | None:
+    """As given, else the shipped one of this budget; that one is fitted to the shipped draft model and to no other."""
+    if parsed.calibration is not None or parsed.draft_model is not None:
+        given: Path | None = parsed.calibration
+        return given
+    shipped = weights / "calibration" / f"budget-{parsed.num_speculative_tokens + 1}.json"
+    return shipped if shipped.is_file() else None
 
 
 def model_folder(model: str) -> Path:

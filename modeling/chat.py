@@ -4,8 +4,11 @@ The template comes from the model folder and runs in Jinja's sandbox.
 """
 
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
+from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -23,7 +26,10 @@ class ChatFormat:
 
     def encode(self, user_text: str) -> list[int]:
         """Token ids of a one-turn conversation, ready for the answer."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": datetime.now().strftime}
         messages = [{"role": "user", "content": user_text}]
         text = environment.from_string(self.template).render(
             messages=messages, add_generation_prompt=True, **self.special_tokens
@@ -52,5 +58,19 @@ def load_chat_format(folder: Path) -> ChatFormat:
     if ends is None:
         ends = read_json(folder / "config.json").get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    special = {name: value for name in ("bos_token", "eos_token") if isinstance(value := settings.get(name), str)}
-    return ChatFormat(Tokenizer.from_file(str(path)), template, special, frozenset(int(token) for token in ids))
+    special = {name: _token_text(settings.get(name)) for name in ("bos_token", "eos_token")}
+    tokenizer = Tokenizer.from_file(str(path))
+    own = tokenizer.token_to_id(special["eos_token"]) if special["eos_token"] else None
+    stop_token_ids = {int(token) for token in ids} | ({own} if own is not None else set())
+    return ChatFormat(tokenizer, template, special, frozenset(stop_token_ids))
+
+
+def _token_text(value: object) -> str:
+    """A special token is a string, or an object that holds it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -40,15 +40,18 @@ class TargetRows:
 
 
 class Target(nn.Module):
-    """Embedding, decoder layers, final norm and head."""
+    """Embedding, decoder layers, final norm and head. Layers below `first_layer` are absent (a drafter's target)."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, architecture: Architecture, dtype: torch.dtype = torch.float32, first_layer: int = 0) -> None:
         super().__init__()
         self.architecture = architecture
         width = architecture.hidden_size
         self.embedding = nn.Parameter(torch.empty(architecture.vocab_size, width, dtype=dtype))
         nn.init.normal_(self.embedding, std=0.02)
-        self.layers = nn.ModuleList(DecoderLayer(architecture, dtype) for _ in range(architecture.num_layers))
+        self.layers = nn.ModuleList(
+            nn.Identity() if index < first_layer else DecoderLayer(architecture, dtype)
+            for index in range(architecture.num_layers)
+        )
         self.norm = nn.Parameter(torch.ones(width, dtype=dtype))
         if architecture.tied_embeddings:
             self.head = self.embedding
@@ -79,9 +82,9 @@ class TargetRunner:
             target.layer(index).pack()
         self.tap_layers = tuple(tap_layers)
         self._taps = {layer: index for index, layer in enumerate(self.tap_layers)}
-        self.num_positions = num_positions
+        self.num_positions = -(-num_positions // KEY_BUCKET) * KEY_BUCKET  # so that no key bucket is cut short
         self.head: Weight = pack(target.head) if can_pack(target.head) else target.head
-        self.rotary = RotaryTable(target.architecture, num_positions, target.dtype, target.device)
+        self.rotary = RotaryTable(target.architecture, self.num_positions, target.dtype, target.device)
 
     def new_cache(self) -> KeyValueCache:
         target = self.target
@@ -157,13 +160,16 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     return read_tensors(folder / "model.safetensors")
 
 
-def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Target:
-    """Load a target from safetensors; raises `UnsupportedModel` saying what does not fit."""
+def load_target(folder: Path, dtype: torch.dtype, device: torch.device, first_layer: int = 0) -> Target:
+    """Load a target from safetensors, or of its layers only those from `first_layer` on.
+
+    Raises `UnsupportedModel` saying what does not fit.
+    """
     architecture = read_architecture(folder)
     tensors = {name.removeprefix("model."): tensor for name, tensor in read_checkpoint(folder).items()}
-    target = Target(architecture, dtype)
+    target = Target(architecture, dtype, first_layer)
     try:
-        for index in range(architecture.num_layers):
+        for index in range(first_layer, architecture.num_layers):
             load_layer(target.layer(index), tensors, f"layers.{index}.")
         for parameter, name in _outer_parameters(target):
             fill_parameter(parameter, tensors[name], name)
@@ -172,30 +178,3 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
     except (RuntimeError, ValueError) as error:
         raise UnsupportedModel(f"{folder} does not fit its config.json: {error}") from error
     return target.to(device).requires_grad_(False).eval()
-
-
-def load_target_top(folder: Path, dtype: torch.dtype, device: torch.device, first_layer: int) -> Target:
-    """Load embedding, head, norm and the layers from `first_layer` on; the layers below hold no memory.
-
-    Raises `UnsupportedModel` saying what does not fit.
-    """
-    architecture = read_architecture(folder)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in read_checkpoint(folder).items()}
-    with torch.device("meta"):
-        target = Target(architecture, dtype)
-    try:
-        target.embedding = nn.Parameter(torch.empty_like(target.embedding, device=device))
-        target.norm = nn.Parameter(torch.empty_like(target.norm, device=device))
-        tied = architecture.tied_embeddings
-        target.head = target.embedding if tied else nn.Parameter(torch.empty_like(target.head, device=device))
-        for parameter, name in _outer_parameters(target):
-            fill_parameter(parameter, tensors[name], name)
-        for index in range(first_layer, architecture.num_layers):
-            layer = DecoderLayer(architecture, dtype)
-            load_layer(layer, tensors, f"layers.{index}.")
-            target.layers[index] = layer.to(device)
-    except KeyError as error:
-        raise UnsupportedModel(f"{folder} lacks the tensor {error.args[0]!r}") from error
-    except (RuntimeError, ValueError) as error:
-        raise UnsupportedModel(f"{folder} does not fit its config.json: {error}") from error
-    return target.requires_grad_(False).eval()

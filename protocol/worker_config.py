@@ -41,7 +41,6 @@ class WorkerConfig(BaseModel):
     cache_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     prefill_chunk: _PositiveCount = 64
     fallback_timeout_s: Annotated[float, Field(gt=0.0)] = 0.5
-    trace_dir: str | None = None
     frontend_endpoint: str
     control_endpoint: str
     peer_endpoint: str

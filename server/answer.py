@@ -117,7 +117,6 @@ class Answer:
         """The tokens of one round, one at a time, up to the one that completes a stop string."""
         label = self._labels.of(result)
         self._num_drafts += result.num_drafts
-        self._num_accepted += result.num_accepted
         text = ""
         num_consumed = 0
         for token_id in result.token_ids:
@@ -130,6 +129,7 @@ class Answer:
             if scanned.stop is not None:
                 self.ending = Ending("stop", scanned.stop)
                 break
+        self._num_accepted += min(result.num_accepted, num_consumed)  # what a cut left out is no part of the text
         self._metrics.tokens_committed(label, num_consumed)
         self._observe_arrival(num_consumed)
         return Piece(text, result.token_ids[:num_consumed])

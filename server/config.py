@@ -142,7 +142,6 @@ class ServeConfig:
     shutdown_timeout: float = setting(30.0, _number(0.0, 3600.0), "seconds running requests get after SIGTERM")
     startup_timeout: float = setting(900.0, _number(1.0, 86400.0), "seconds the workers may take to load")
     watchdog_timeout: float = setting(30.0, _number(0.1, 3600.0), "seconds without progress before a worker is stuck")
-    trace_dir: str | None = setting(None, _text, "folder the workers write round traces to")
     log_level: LogLevelChoice = setting("info", _one_of(*get_args(LogLevelChoice)), "how much is logged")
 
     def __post_init__(self) -> None:

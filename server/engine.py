@@ -156,6 +156,8 @@ class Engine:
         self._progress_mark: tuple[int, int, int] | None = None
         self.info: VerifierReady | None = None
         self.status: VerifierStatus | None = None
+        self.num_statuses_without_drafter = 0
+        """Heartbeats in a row in which the verifier knew no drafter."""
         self.failure: str | None = None
         self.rejection: str | None = None
         self.ready = asyncio.Event()
@@ -329,6 +331,7 @@ class Engine:
 
     def _absorb_status(self, status: VerifierStatus) -> None:
         self.status = status
+        self.num_statuses_without_drafter = 0 if status.drafter_connected else self.num_statuses_without_drafter + 1
         self._metrics.verifier_status(status)
         self._metrics.stale_messages("frontend", self._channel.num_stale + self._channel.num_malformed)
         # Prefill shows in the cache fill, a start in the waiting line: both are progress although no round has ended.

@@ -9,16 +9,17 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from protocol.channel import AsyncZmqChannel, ipc_endpoint, runtime_directory
+from protocol.errors import EndpointError
 from protocol.messages import CONTROL_MESSAGES, FRONTEND_MESSAGES, VerifierReady
 from protocol.worker_config import WorkerConfig
-from server.config import DEMO_MODEL, ConfigError, ServeConfig, choose_cores
+from server.config import DEMO_MODEL, ConfigError, PinnedCores, ServeConfig, choose_cores
 from server.engine import Engine
 from server.metrics import Metrics
 from server.models import ModelError, ResolvedModel, default_weights, resolve
@@ -44,6 +45,15 @@ class DraftPaths:
     draft: Path | None
     adapter: Path | None
     calibration: Path | None
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where the three links of a run meet."""
+
+    frontend: str
+    control: str
+    peer: str
 
 
 @dataclass(frozen=True)
@@ -93,10 +103,74 @@ async def open_service(
         drafter = _draft_paths(config)
     except (ConfigError, ModelError, TokenizerError) as error:
         raise StartupError(str(error)) from None
-    directory = runtime_directory()
-    run_id = uuid.uuid4().hex
-    endpoints = {name: ipc_endpoint(directory, name) for name in ("frontend", "control", "peer")}
-    worker_config = WorkerConfig(
+    with _directory_of_run() as directory:
+        run_id = uuid.uuid4().hex
+        endpoints = _endpoints(directory)
+        worker_config = _worker_config(config, resolved, drafter, cores, run_id, endpoints)
+        config_path = _write_config(directory, worker_config)
+        frontend = AsyncZmqChannel.bind(endpoints.frontend, run_id, FRONTEND_MESSAGES)
+        control = AsyncZmqChannel.bind(endpoints.control, run_id, CONTROL_MESSAGES)
+        engine = Engine(
+            frontend,
+            metrics,
+            max_num_seqs=config.max_num_seqs,
+            max_num_queued=config.max_num_queued_reqs,
+            watchdog_timeout_s=config.watchdog_timeout,
+        )
+        supervisor = Supervisor(
+            config_path=config_path,
+            control=control,
+            engine=engine,
+            metrics=metrics,
+            wants_drafter=config.method != "ar",
+            startup_timeout_s=config.startup_timeout,
+            watchdog_timeout_s=config.watchdog_timeout,
+            commands=commands or WorkerCommands(),
+        )
+        model = ServedModel(_served_names(config, resolved), tokenizer, str(resolved.name))
+        try:
+            await engine.start()
+            await supervisor.start()
+            yield Service(config, model, engine, supervisor, metrics)
+        finally:
+            try:
+                await engine.stop()
+                await supervisor.stop()
+            finally:
+                supervisor.kill()
+                frontend.close()
+                control.close()
+
+
+@contextmanager
+def _directory_of_run() -> Iterator[Path]:
+    """A private directory that is gone afterwards; raises `StartupError` where none can be had."""
+    try:
+        directory = runtime_directory()
+    except EndpointError as error:
+        raise StartupError(str(error)) from None
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _endpoints(directory: Path) -> Endpoints:
+    try:
+        return Endpoints(*(ipc_endpoint(directory, name) for name in ("frontend", "control", "peer")))
+    except EndpointError as error:  # a path too long for a socket: TMPDIR decides where it lies
+        raise StartupError(str(error)) from None
+
+
+def _worker_config(
+    config: ServeConfig,
+    resolved: ResolvedModel,
+    drafter: DraftPaths,
+    cores: PinnedCores,
+    run_id: str,
+    endpoints: Endpoints,
+) -> WorkerConfig:
+    return WorkerConfig(
         run_id=run_id,
         model_path=str(resolved.folder),
         draft_path=_text(drafter.draft),
@@ -117,46 +191,12 @@ async def open_service(
         cache_threshold=config.cache_threshold,
         prefill_chunk=config.prefill_chunk,
         fallback_timeout_s=config.fallback_timeout,
-        trace_dir=config.trace_dir,
-        frontend_endpoint=endpoints["frontend"],
-        control_endpoint=endpoints["control"],
-        peer_endpoint=endpoints["peer"],
+        frontend_endpoint=endpoints.frontend,
+        control_endpoint=endpoints.control,
+        peer_endpoint=endpoints.peer,
         log_level=config.log_level,
         parent_pid=os.getpid(),
     )
-    frontend = AsyncZmqChannel.bind(endpoints["frontend"], run_id, FRONTEND_MESSAGES)
-    control = AsyncZmqChannel.bind(endpoints["control"], run_id, CONTROL_MESSAGES)
-    engine = Engine(
-        frontend,
-        metrics,
-        max_num_seqs=config.max_num_seqs,
-        max_num_queued=config.max_num_queued_reqs,
-        watchdog_timeout_s=config.watchdog_timeout,
-    )
-    supervisor = Supervisor(
-        config_path=_write_config(directory, worker_config),
-        control=control,
-        engine=engine,
-        metrics=metrics,
-        wants_drafter=config.method != "ar",
-        startup_timeout_s=config.startup_timeout,
-        watchdog_timeout_s=config.watchdog_timeout,
-        commands=commands or WorkerCommands(),
-    )
-    model = ServedModel(_served_names(config, resolved), tokenizer, str(resolved.name))
-    try:
-        await engine.start()
-        await supervisor.start()
-        yield Service(config, model, engine, supervisor, metrics)
-    finally:
-        try:
-            await engine.stop()
-            await supervisor.stop()
-        finally:
-            supervisor.kill()
-            frontend.close()
-            control.close()
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:

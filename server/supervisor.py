@@ -29,6 +29,8 @@ STOP_GRACE_S = 5.0
 TERMINATE_GRACE_S = 2.0
 RECEIVE_TIMEOUT_S = 0.25
 MAX_LINE_BYTES = 1 << 16
+MAX_UNKNOWN_STATUSES = 20
+"""Heartbeats of the verifier, half a second apart, that may leave out a ready drafter; it greets again meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Supervisor:
         self._drafter: WorkerProcess | None = None
         self._drafter_is_ready = False
         self._drafter_heard_at = 0.0
+        self._num_excused_statuses = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -239,6 +242,7 @@ class Supervisor:
                     message.cache_size,
                 )
                 self._drafter_heard_at = time.monotonic()
+                self._num_excused_statuses = self.engine.num_statuses_without_drafter  # sent before it was accepted
                 self._set_drafter(is_ready=True)
                 self.drafter_settled.set()
             case DrafterStatus():
@@ -253,7 +257,8 @@ class Supervisor:
         self.metrics.set_drafter_up(is_ready)
 
     async def _watch_drafter_health(self) -> None:
-        """A drafter that is silent is as good as lost: end it, and `_keep_drafter` starts another."""
+        """A drafter that is silent, or that the verifier has given up, is as good as lost: end it, and `_keep_drafter`
+        starts another."""
         interval_s = min(0.5, self.watchdog_timeout_s / 4)
         while True:
             await asyncio.sleep(interval_s)
@@ -265,6 +270,15 @@ class Supervisor:
             if silent_s > limit_s:
                 logger.error("the drafter has been silent for %g s", limit_s)
                 self._drafter.signal_group(signal.SIGKILL)
+            elif self._drafter_is_ready and self._is_unknown_to_verifier():
+                logger.error("the verifier has lost its link to the drafter")
+                self._drafter.signal_group(signal.SIGKILL)
+
+    def _is_unknown_to_verifier(self) -> bool:
+        """Whether the verifier keeps saying that it has no drafter: a link that broke once, say by a long pause."""
+        num_statuses = self.engine.num_statuses_without_drafter
+        self._num_excused_statuses = min(self._num_excused_statuses, num_statuses)
+        return num_statuses - self._num_excused_statuses >= MAX_UNKNOWN_STATUSES
 
     async def _watch_rejection(self) -> None:
         await self.engine.drafter_rejected.wait()

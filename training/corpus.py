@@ -249,6 +249,12 @@ class StateStore:
                 kept.append(hidden)
         kept.append(rms_norm(hidden, target.norm, shape.rms_eps))
         rows = torch.stack(kept, dim=2).to(torch.bfloat16).cpu().view(torch.int16).numpy()
+        try:
+            self._write(sequences, rows)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def _write(self, sequences: Sequence[CorpusSequence], rows: np.ndarray) -> None:
         with self.path.open("r+b") as states, self._marks_path.open("r+b") as marks:
             for row, sequence in enumerate(sequences):
                 states.seek(sequence.offset * self._states.strides[0])

@@ -51,6 +51,8 @@ logger = logging.getLogger("jetspec.verifier")
 IDLE_WAIT_S = 0.05
 STATUS_INTERVAL_S = 0.5
 MAX_SILENT_WAITS = 3
+MAX_ROWS_A_MESSAGE = 64
+"""Context rows sent at once: those of a large prefill chunk of a wide target would exceed the wire's limit."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class VerifyWorker:
         self._num_rounds = 0
         self._num_stale = 0
         self._reported_at = 0.0
+        self._outbox: deque[FrontendMessage] = deque()
         self._is_stopping = False
         self._is_announced = False
         self._last_prefilled = -1
@@ -112,6 +115,7 @@ class VerifyWorker:
         """Announce readiness, then work until told to stop."""
         while not self._is_stopping:
             self._announce()
+            self._flush()
             self._receive()
             self._admit()
             self._expire_waits()
@@ -202,6 +206,10 @@ class VerifyWorker:
         return len(drafts) == num_wanted and all(token_id < vocab_size for token_id in drafts)
 
     def _submit(self, message: Submit) -> None:
+        waiting = any(request.sequence_id == message.sequence_id for request, _ in self._waiting)
+        if waiting or message.sequence_id in self._running:
+            self._num_stale += 1
+            return
         vocab_size = self._runner.target.architecture.vocab_size
         problem = None
         if len(message.prompt_token_ids) >= self._settings.max_model_len:
@@ -218,7 +226,7 @@ class VerifyWorker:
                 message=f"a token id is outside the vocabulary of {vocab_size}",
             )
         if problem is not None:
-            self._frontend.send(problem)
+            self._tell(problem)
             return
         sampling = message.sampling
         request = Request(
@@ -242,7 +250,7 @@ class VerifyWorker:
         for entry in self._waiting:
             if entry[0].sequence_id == sequence_id:
                 self._waiting.remove(entry)
-                self._frontend.send(_aborted_while_waiting(entry[0], time.perf_counter() - entry[1]))
+                self._tell(_aborted_while_waiting(entry[0], time.perf_counter() - entry[1]))
                 return
         sequence = self._running.get(sequence_id)
         if sequence is not None:
@@ -312,9 +320,12 @@ class VerifyWorker:
         return True
 
     def _send_context(self, sequence: Sequence, start: int, taps: Tensor, stop: int) -> None:
-        if sequence.is_drafted and stop > start:
-            frames = self._frames(sequence, start, taps[: stop - start])
-            message = ContextRows(sequence_id=sequence.sequence_id, start=start, num_rows=stop - start)
+        for first in range(start, stop, MAX_ROWS_A_MESSAGE):
+            if not sequence.is_drafted:
+                return
+            num_rows = min(MAX_ROWS_A_MESSAGE, stop - first)
+            frames = self._frames(sequence, first, taps[first - start : first - start + num_rows])
+            message = ContextRows(sequence_id=sequence.sequence_id, start=first, num_rows=num_rows)
             if not self._peer.send(message, frames):
                 self._lose_drafter()
 
@@ -353,7 +364,7 @@ class VerifyWorker:
         num_cached, version = len(cached.blocks), cached.version
         if committed.reason is None:
             self._prepare_next(sequence, outcome, verification.taps)
-        self._frontend.send(
+        self._tell(
             RoundResult(
                 sequence_id=sequence.sequence_id,
                 round=max(0, sequence.round - 1) if committed.reason is None else sequence.round,
@@ -431,7 +442,7 @@ class VerifyWorker:
         del self._running[sequence.sequence_id]
         self._free_slots.append(sequence.slot)
         prefilled_at = sequence.prefilled_at or now
-        self._frontend.send(
+        self._tell(
             Finished(
                 sequence_id=sequence.sequence_id,
                 reason=reason,  # type: ignore[arg-type]
@@ -445,6 +456,15 @@ class VerifyWorker:
         )
 
     # --- telling the server
+
+    def _tell(self, message: FrontendMessage) -> None:
+        """Send what must not be lost, in order; what the link does not take now goes out later."""
+        self._outbox.append(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox and self._frontend.send(self._outbox[0]):
+            self._outbox.popleft()
 
     def _announce(self) -> None:
         """Say once that sequences can come; a send before the link stands is refused, so this is tried each time."""
@@ -476,7 +496,8 @@ class VerifyWorker:
                 kv_tokens_used=sum(sequence.num_rows for sequence in self._running.values()),
                 kv_tokens_total=self._settings.max_num_seqs * self._settings.max_model_len,
                 num_rounds=self._num_rounds,
-                stale_messages=self._num_stale + self._peer.num_stale + self._frontend.num_stale,
+                stale_messages=self._num_stale
+                + sum(channel.num_stale + channel.num_malformed for channel in (self._peer, self._frontend)),
                 drafter_connected=self._drafter is not None,
             )
         )

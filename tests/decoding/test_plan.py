@@ -29,7 +29,8 @@ def test_passes_come_before_outcomes_beyond_the_serving_cache_size() -> None:
     assert choose_plan({4: TIMES, 16: slow}, 6.5) == PassPlan(3, 0, 4)
 
 
-def test_refreshes_take_the_time_that_passes_leave() -> None:
+def test_refreshes_come_before_passes_without_one() -> None:
+    assert choose_plan({4: TIMES}, 12.0) == PassPlan(2, 2, 4)  # three passes would leave time for one refresh only
     assert choose_plan({4: TIMES}, 10.0) == PassPlan(3, 1, 4)
 
 

@@ -43,7 +43,7 @@ def test_lost_in_mid_stream_and_replaced(models: TinyModels) -> None:
 
 def test_restarted_before_the_verifier_noticed(models: TinyModels) -> None:
     """The new process' hello is the first sign that the old one is gone."""
-    with Engine(models, options=EngineOptions(fallback_timeout_s=20.0)) as engine:
+    with Engine(models, options=EngineOptions(fallback_timeout_s=90.0)) as engine:
         plain = engine.plain(JOB)
         engine.attach(lambda channel, hello: Mute(channel, hello, num_answers=2), pid=100)
         running = engine.submit(JOB)

@@ -7,11 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from decoding.sampling import SamplingParameters, draw
 from protocol.memory_channel import FaultPlan
 from protocol.messages import OpenSequence, OutcomeRows, PeerHello
 from tests.tiny.drafters import Adversary, Oracle
 from tests.tiny.engine import Engine, EngineOptions, Job, RecordingChannel, peer_messages
-from tests.tiny.models import TargetKind, TinyModels
+from tests.tiny.models import TargetKind, TinyModels, true_rows
 
 GREEDY = Job(temperature=0.0, max_tokens=24)
 SAMPLED = Job(temperature=1.0, max_tokens=20, prompt=(40, 41))
@@ -108,6 +109,17 @@ def test_bfloat16(models: TinyModels, target: TargetKind) -> None:
         texts = engine.compare(jobs)
     assert any("hit" in text.outcomes() for text in texts)
     assert any(result.num_accepted > 0 for text in texts for result in text.rounds)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_token_is_the_targets_draw_at_its_position(models: TinyModels, job: Job) -> None:
+    """The plain text itself, against a loop of clean passes."""
+    parameters = SamplingParameters(job.temperature, job.top_k, job.top_p, job.min_p, job.seed)
+    runner, token_ids = models.runner("llama"), list(job.prompt)
+    for position in range(len(job.prompt), len(job.prompt) + job.max_tokens):
+        token_ids.append(draw(true_rows(runner, token_ids).logits[-1], parameters, position))
+    with Engine(models) as engine:
+        assert engine.plain(job).token_ids == token_ids[len(job.prompt) :]
 
 
 def test_a_drafter_without_an_adapter_only_falls_back(models: TinyModels) -> None:

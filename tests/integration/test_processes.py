@@ -102,7 +102,7 @@ def processes(models: TinyModels) -> Iterator[Processes]:
         draft_path=str(models.draft("trained")),
         adapter_path=str(models.adapter()),
         dtype="float32",
-        max_model_len=200,
+        max_model_len=128,
         num_draft_tokens=4,
         cache_size=4,
         num_passes=1,
@@ -160,3 +160,34 @@ def test_texts_are_the_same_and_survive_the_death_of_the_drafter(processes: Proc
     stack.control.send(Stop())
     assert verifier.wait(WAIT_S) == 0
     assert successor.wait(WAIT_S) == 0
+
+
+SERVER_TO_KILL = """
+import json, os, subprocess, sys, time
+config = json.load(open(sys.argv[1])) | {"parent_pid": os.getpid()}
+json.dump(config, open(sys.argv[1], "w"))
+commands = [[sys.executable, "-m", name, "--config", sys.argv[1]] for name in ("verify_worker", "draft_worker")]
+print(*[subprocess.Popen(command, start_new_session=True).pid for command in commands], flush=True)
+time.sleep(1000)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; one that has may remain as a zombie where nobody waits for it."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_killed_server_leaves_no_worker(processes: Processes) -> None:
+    stack = processes
+    command = [sys.executable, "-c", SERVER_TO_KILL, str(stack.config_file)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        workers = [int(pid) for pid in server.stdout.readline().split()]
+        stack.listen(lambda: any(isinstance(m, VerifierReady) for m in stack.heard) and len(stack.drafters) == 1)
+        assert all(map(is_running, workers))
+        server.kill()
+    stack.listen(lambda: not any(map(is_running, workers)))

@@ -1,11 +1,13 @@
 """A worker process for the server's tests: `python -m tests.server.fake_worker verifier|drafter --config FILE`.
 
 What it does is set by variables: FAKE_TEXT, FAKE_ROUND_S, FAKE_DIE_AFTER, FAKE_SILENT_AFTER, FAKE_REJECT, FAKE_LOAD_S,
-FAKE_DIFFERS, FAKE_NO_DRAFTS.
+FAKE_DIFFERS, FAKE_NO_DRAFTS, FAKE_LOSES_DRAFTER.
 """
 
 import asyncio
+import ctypes
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,6 +26,15 @@ from protocol.worker_config import WorkerConfig
 from server.tokenizer import Tokenizer
 from tests.server.fakes import FakeVerifier, Plan
 
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """As the real workers do (`modeling.runtime`, which would load torch): a killed server leaves no fake behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit("the server is gone")
+
 
 def number(name: str) -> int | None:
     text = os.environ.get(name)
@@ -40,6 +51,7 @@ async def verifier(config: WorkerConfig) -> None:
         die_after=number("FAKE_DIE_AFTER"),
         silent_after=number("FAKE_SILENT_AFTER"),
         never_drafts="FAKE_NO_DRAFTS" in os.environ,
+        loses_drafter="FAKE_LOSES_DRAFTER" in os.environ,
     )
     channel = AsyncZmqChannel.connect(config.frontend_endpoint, config.run_id, FRONTEND_MESSAGES)
     reason = os.environ.get("FAKE_REJECT")
@@ -66,6 +78,7 @@ async def drafter(config: WorkerConfig) -> None:
 
 if __name__ == "__main__":
     worker_config = WorkerConfig.from_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+    die_with_parent(worker_config.parent_pid)
     print("fake", sys.argv[1], "started", flush=True)
     time.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
     asyncio.run((verifier if sys.argv[1] == "verifier" else drafter)(worker_config))

@@ -69,6 +69,7 @@ class Plan:
     die_after: int | None = None
     silent_after: int | None = None
     never_drafts: bool = False
+    loses_drafter: bool = False
     reject: Failed | None = None
 
 
@@ -222,7 +223,7 @@ class FakeVerifier:
                     kv_tokens_total=1000,
                     num_rounds=self.num_rounds,
                     stale_messages=0,
-                    drafter_connected=True,
+                    drafter_connected=not (self.plan.loses_drafter and self.num_rounds > 0),
                 )
             )
             await asyncio.sleep(self.heartbeat_s)

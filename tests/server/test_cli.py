@@ -82,6 +82,19 @@ def test_missing_model_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/does/not/exist" in capsys.readouterr().err
 
 
+def test_a_runtime_directory_that_cannot_be_used_is_a_message(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    assert main(["generate", "a", "--model", str(model_folder), "--method", "ar"]) == 1
+    captured = capsys.readouterr()
+    assert "socket paths have at most" in captured.err and "Traceback" not in captured.err
+    assert not list(deep.iterdir())
+
+
 def test_generate_prints_the_answer(fake_workers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello", "--max-tokens", "20", "--stats", *fake_workers]) == 0
     captured = capsys.readouterr()

@@ -27,6 +27,14 @@ async def test_whole_answer_has_openai_shape(stack: Stack) -> None:
     assert details["rejected_prediction_tokens"] > 0
 
 
+async def test_drafts_beyond_a_cut_are_not_counted_as_accepted(stack: Stack) -> None:
+    stack.says("abcdefgh", ends=False)
+    usage = (await stack.complete(max_tokens=2)).json()["usage"]  # the prefill's token, and one of a block of four
+    details = usage["completion_tokens_details"]
+    assert usage["completion_tokens"] == 2
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (1, 7)
+
+
 async def test_default_is_sixteen_tokens_and_null_fills_the_context(stack: Stack) -> None:
     stack.says("abcdefgh", ends=False)
     body = (await stack.complete()).json()

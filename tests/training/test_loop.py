@@ -30,6 +30,7 @@ from training.loop import (
     restore_folder,
     write_folder,
 )
+from training.output import StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,3 +241,14 @@ def test_progress_file_has_both_counts(tmp_path: Path, one_batch: tuple[Batch, B
     fields = json.loads((tmp_path / "state" / "progress.json").read_text())
     assert fields["step"] == 5
     assert set(fields) == {"step", "trained_s"}
+
+
+def test_the_first_signal_is_a_wish_and_the_second_an_interruption() -> None:
+    stop = StopRequest()
+    before = signal.getsignal(signal.SIGTERM)
+    with stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before

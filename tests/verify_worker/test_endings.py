@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.messages import Block, CachePush, PeerHello
+from protocol.messages import Block, CachePush, ContextRows, PeerHello
 from tests.tiny.drafters import Mute, Oracle
 from tests.tiny.engine import Engine, EngineOptions, Job, RecordingChannel, Text, peer_messages
 from tests.tiny.models import VOCAB_SIZE, TinyModels
@@ -94,6 +94,17 @@ def test_a_context_that_crosses_the_key_bucket(models: TinyModels) -> None:
     assert "hit" in found.outcomes()
 
 
+def test_rows_of_a_large_prefill_chunk_travel_in_several_messages(models: TinyModels) -> None:
+    """One message of a large chunk of a wide target would exceed the wire's limit, which ends the verifier."""
+    job = Job(prompt=tuple(index % VOCAB_SIZE for index in range(150)), max_tokens=8)
+    with Engine(models, options=EngineOptions(max_model_len=200, prefill_chunk=200)) as engine:
+        engine.attach_real("trained")
+        (found,) = engine.compare([job])
+        rows = [record.message for record in peer_messages(engine.peer.sent, ContextRows)]
+    assert [(m.start, m.num_rows) for m in rows if isinstance(m, ContextRows)] == [(0, 64), (64, 64), (128, 21)]
+    assert found.outcomes()[0] == "miss"
+
+
 def test_a_prompt_that_fills_the_context_is_refused(models: TinyModels) -> None:
     with Engine(models, options=EngineOptions(max_model_len=24)) as engine:
         refused = engine.generate(Job(prompt=(3,) * 24))
@@ -122,6 +133,15 @@ def test_min_tokens_strikes_stop_tokens_row_by_row(models: TinyModels) -> None:
     assert found.ending == plain.ending == again.ending
     assert plain.end.num_generated_tokens > 6
     assert plain.token_ids[:6] != free.token_ids[:6]
+
+
+def test_min_tokens_strikes_no_row_behind_the_minimum(models: TinyModels) -> None:
+    """The block of tokens 1..5 straddles a minimum of 4: its last row may end the text."""
+    with Engine(models) as engine:
+        free = engine.plain(replace(JOB, max_tokens=40))
+        struck = replace(JOB, stop_token_ids=(free.token_ids[5],), min_tokens=4)
+        found = speculate(engine, struck, free)
+    assert found.ending == (free.token_ids[:5], "stop", free.token_ids[5], 6)
 
 
 def test_outcomes_that_end_the_text_are_never_cached(models: TinyModels) -> None:
