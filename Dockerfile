@@ -22,8 +22,9 @@ RUN if [ "${ACCELERATOR}" = cuda ]; then \
     fi
 
 FROM ${PYTHON_IMAGE}
+# The compiler is for the CPU kernels, which are built for the machine they run on, into the cache volume.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends tini \
+    && apt-get install --yes --no-install-recommends tini gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 jetspecpp \
     && useradd --uid 10001 --gid 10001 --create-home --shell /usr/sbin/nologin jetspecpp \

@@ -75,8 +75,9 @@ def choose_plan(
     """The most useful plan that fits, from phase times measured at several cache sizes.
 
     A cache of serving size comes first, then refreshes (at most one before each pass), each of
-    which gains more than three plain passes (paper, Table 5), then passes, then further outcomes. When nothing fits, the smallest cache and J0 alone: its drafts
-    arrive late, which still costs less than drafting after a miss. Raises ValueError without times.
+    which gains more than three plain passes (paper, Table 5), then passes, then further outcomes.
+    When nothing fits, the smallest cache and J0 alone: its drafts arrive late, which still costs
+    less than drafting after a miss. Raises ValueError without times.
     """
     if not times:
         raise ValueError("times must hold at least one cache size")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from draft_worker.sequence import DraftSequence
-from modeling.cache import KeyValueCache
-from modeling.layers import DecoderLayer, Heads, Rotary, attend, grouped_mask
+from modeling.cache import KeyMask, KeyValueCache
+from modeling.layers import DecoderLayer, Heads, Rotary
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Packing:
         positions = self.positions.unflatten(0, (self.num_rows, self.num_slots))[:, :num_slots].flatten()
         return Packing(self.num_rows, num_slots, self.first_row, self.num_keys, positions, visible.flatten(0, 1))
 
-    def mask(self, group: int, dtype: torch.dtype) -> Tensor:
-        """The additive mask for a stack whose key heads serve `group` query heads each."""
-        return grouped_mask(self.visible, group, dtype)
+    def mask(self, group: int, dtype: torch.dtype) -> KeyMask:
+        """The mask for a stack whose key heads serve `group` query heads each."""
+        return KeyMask(self.visible, group, dtype)
 
 
 def pack_foresight(sequence: DraftSequence, num_slots: int) -> Packing:
@@ -95,7 +95,7 @@ def packed_layer(
     index: int,
     cache: KeyValueCache,
     packing: Packing,
-    mask: Tensor,
+    mask: KeyMask,
     hidden: Tensor,
     rotary: Rotary,
     frozen: "FrozenSlots | None" = None,
@@ -104,8 +104,7 @@ def packed_layer(
     heads = layer.project(hidden, rotary)
     stored = heads if frozen is None else frozen.replace(layer, heads, rotary)
     cache.write_scratch(index, packing.first_row, stored)
-    attended = attend(heads.query, cache.keys(index, packing.num_keys), cache.values(index, packing.num_keys), mask)
-    return layer.finish(hidden, attended)
+    return layer.finish(hidden, cache.attend(index, heads.query, mask))
 
 
 @dataclass(frozen=True)

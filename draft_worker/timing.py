@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 import torch
 
-from decoding.plan import PassPlan, PhaseTimes, choose_plan
+from decoding.plan import SERVING_CACHE_SIZE, PassPlan, PhaseTimes, choose_plan
 from draft_worker.foresight import foresee
 from draft_worker.networks import DraftNetworks
 from draft_worker.refinement import begin, refine, refresh
@@ -81,7 +81,7 @@ class PlanChooser:
         num_passes: int | None,
         num_refreshes: int | None,
     ) -> None:
-        self._times = {size: t for size, t in times.items() if cache_size is None or size == cache_size}
+        self._times = {size: t for size, t in times.items() if cache_size is None or size == cache_size} or times
         self._num_passes = num_passes
         self._num_refreshes = num_refreshes
         self._verify_s: float | None = None
@@ -112,7 +112,7 @@ class PlanChooser:
 
     def _choose(self) -> PassPlan:
         if self._verify_s is None:
-            chosen = PassPlan(1, 1, min(4, max(self._times)) if 4 in self._times else max(self._times))
+            chosen = PassPlan(1, 1, SERVING_CACHE_SIZE if SERVING_CACHE_SIZE in self._times else max(self._times))
         else:
             chosen = choose_plan(self._times, self._verify_s / self._slowness)
         passes = chosen.num_passes if self._num_passes is None else self._num_passes

@@ -175,7 +175,7 @@ class DraftWorker:
                 else:
                     state.inbox.put(OutcomeArrival(message, tuple(received.frames), time.perf_counter()))
             case CloseSequence(sequence_id=sequence_id):
-                self._sequences.pop(sequence_id, None)
+                self._forget(sequence_id)
             case _:
                 self._num_stale += 1
 
@@ -211,7 +211,7 @@ class DraftWorker:
             self._memories[message.slot] = memory
         for state in list(self._sequences.values()):
             if state.sequence.memory is memory:  # its close was lost; two sequences may not write one memory
-                del self._sequences[state.sequence_id]
+                self._forget(state.sequence_id)
         self._sequences[message.sequence_id] = DraftedSequence(
             message.sequence_id,
             DraftSequence(self._networks, memory, message.prompt_token_ids),
@@ -242,7 +242,7 @@ class DraftWorker:
         if message.start != state.sequence.num_rows or len(message.drafts) < message.num_accepted:
             self._give_up(state, f"rows from {message.start} on do not follow {state.sequence.num_rows}")
             return
-        if state.block_started_at is not None and not message.awaiting:
+        if state.block_started_at is not None:
             busy = max(1, sum(other.round is not None for other in self._sequences.values()))
             self._chooser.observe_verification((arrival.arrived_at - state.block_started_at) / busy)
         state.round = state.steps = state.next_phase = None
@@ -258,9 +258,10 @@ class DraftWorker:
                 with self._clock.measure("draft"):
                     block = fallback_block(state.sequence, self._limits.num_draft_tokens, state.generator)
                 self._answer(state, message, block, is_late_hit=False)
-            state.block_started_at = None
+            state.block_started_at = time.perf_counter()
         else:
             self._install(state, arrival.frames)
+            state.block_started_at = None
             if message.next_drafts is not None:
                 drafts = tuple(message.next_drafts)
                 block = state.remembered.get(drafts) or unknown_block(drafts)
@@ -296,8 +297,13 @@ class DraftWorker:
     def _give_up(self, state: DraftedSequence, reason: str) -> None:
         """Stop drafting for a sequence; the verifier goes on alone."""
         logger.info("sequence %d: %s", state.sequence_id, reason)
-        self._sequences.pop(state.sequence_id, None)
+        self._forget(state.sequence_id)
         self._peer.send(Desynchronised(sequence_id=state.sequence_id, reason=reason))
+
+    def _forget(self, sequence_id: int) -> None:
+        state = self._sequences.pop(sequence_id, None)
+        if state is not None:
+            self._num_stale += state.inbox.num_stale  # so that the total only grows
 
     # --- drafting
 
@@ -345,6 +351,7 @@ class DraftWorker:
                 num_sequences=len(self._sequences),
                 stale_messages=self._num_stale
                 + self._peer.num_stale
+                + self._peer.num_malformed
                 + sum(s.inbox.num_stale for s in self._sequences.values()),
                 phases=[
                     PhaseTiming(phase=phase, count=self._clock.count[phase], total_s=self._clock.total_s[phase])

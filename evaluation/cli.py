@@ -22,6 +22,7 @@ from modeling.target import TargetRunner, load_target
 
 EXIT_FAILURE = 1
 EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130
 FIRST_SEED = 1000
 METHODS = ("jetspec++",)
 
@@ -82,6 +83,7 @@ def _acceptance(parsed: argparse.Namespace) -> int:
     target = load_target(folder, dtype, device)
     runner = TargetRunner(target, networks.config.tap_layers, min(2048, target.architecture.max_positions))
     rows: list[Row] = []
+    status = 0
     try:
         for dataset in parsed.datasets.split(","):
             for temperature in (float(value) for value in parsed.temperatures.split(",")):
@@ -101,9 +103,10 @@ def _acceptance(parsed: argparse.Namespace) -> int:
                     print(table([row]).splitlines()[1] if len(rows) > 1 else table([row]), flush=True)
     except KeyboardInterrupt:
         print("interrupted; what was measured stands above", file=sys.stderr)
+        status = EXIT_INTERRUPTED
     if parsed.json is not None:
         parsed.json.write_text(json.dumps({"rows": [row.as_json() for row in rows]}, indent=1), encoding="utf-8")
-    return 0
+    return status
 
 
 def _texts(

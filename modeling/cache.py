@@ -6,11 +6,41 @@ from the
 length hides them and the next block overwrites them.
 """
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from modeling.architecture import Architecture
-from modeling.layers import Heads
+from modeling.kernels.attention import CacheKernel, PackedMask
+from modeling.kernels.packed import can_pack
+from modeling.layers import Heads, attend, grouped_mask
+
+
+class KeyMask:
+    """Which keys of a cache (scratch area, then positions) each row sees, laid out once for all layers that ask.
+
+    visible [rows, keys]; `group` query heads share a key head.
+    """
+
+    def __init__(self, visible: Tensor, group: int, dtype: torch.dtype) -> None:
+        self._visible = visible
+        self._group = group
+        self._dtype = dtype
+
+    @property
+    def num_keys(self) -> int:
+        return self._visible.shape[-1]
+
+    @cached_property
+    def packed(self) -> PackedMask:
+        """For the kernel."""
+        return PackedMask(self._visible)
+
+    @cached_property
+    def additive(self) -> Tensor:
+        """For torch: [1, group*rows, keys] of 0 and -inf."""
+        return grouped_mask(self._visible, self._group, self._dtype)
 
 
 class KeyValueCache:
@@ -30,6 +60,14 @@ class KeyValueCache:
         self.num_positions = num_positions
         self.key = torch.zeros(shape, dtype=dtype, device=device)
         self.value = torch.zeros(shape, dtype=dtype, device=device)
+        self._kernel = CacheKernel(self.key, self.value) if can_pack(self.key) else None
+
+    def attend(self, layer: int, query: Tensor, mask: KeyMask) -> Tensor:
+        """Attention [rows, heads*dim] of query rows [rows, heads, dim] over the keys that the mask lets them see."""
+        if self._kernel is not None:
+            return self._kernel.attend(layer, query, mask.packed)
+        num_positions = mask.num_keys - self.num_scratch
+        return attend(query, self.keys(layer, num_positions), self.values(layer, num_positions), mask.additive)
 
     def write(self, layer: int, position: int, heads: Heads) -> None:
         """Store rows [rows, kv_heads, dim] of verified positions from `position` on."""
@@ -42,6 +80,9 @@ class KeyValueCache:
         self._store(layer, row, heads)
 
     def _store(self, layer: int, row: int, heads: Heads) -> None:
+        if self._kernel is not None:
+            self._kernel.store(layer, row, heads.key, heads.value)
+            return
         stop = row + heads.key.shape[0]
         self.key[layer, :, row:stop] = heads.key.transpose(0, 1)
         self.value[layer, :, row:stop] = heads.value.transpose(0, 1)

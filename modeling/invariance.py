@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modeling.cache import KeyMask, KeyValueCache
 from modeling.kernels.packed import Weight, linear
-from modeling.layers import attend, grouped_mask
 from modeling.target import KEY_BUCKET, Target, TargetRunner
 
 logger = logging.getLogger("jetspec.invariance")
@@ -110,13 +110,14 @@ def _attention_agrees(target: Target, num_rows: int, block: int) -> bool:
         return torch.randn(*size, generator=generator).to(target.device, target.dtype)
 
     query = made(block, shape.num_heads, shape.head_dim)
-    key, value = made(shape.num_kv_heads, num_keys, shape.head_dim), made(shape.num_kv_heads, num_keys, shape.head_dim)
+    cache = KeyValueCache(shape, 1, num_keys, target.dtype, target.device)
+    cache.key.copy_(made(*cache.key.shape))
+    cache.value.copy_(made(*cache.value.shape))
 
     def run(first: int, rows: int, keys: int) -> Tensor:
         positions = torch.arange(start + first, start + first + rows, device=target.device)
         visible = torch.arange(keys, device=target.device)[None, :] <= positions[:, None]
-        mask = grouped_mask(visible, shape.group_size, target.dtype)
-        return attend(query[first : first + rows], key[:, :keys], value[:, :keys], mask)
+        return cache.attend(0, query[first : first + rows], KeyMask(visible, shape.group_size, target.dtype))
 
     whole = run(0, block, KEY_BUCKET)
     if not torch.equal(whole, run(0, block, num_keys)):

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.architecture import Architecture, UnsupportedModel, architecture_from_config, read_json
-from modeling.cache import KeyValueCache, bucket
+from modeling.cache import KeyMask, KeyValueCache, bucket
 from modeling.draft_model import read_tensors
 from modeling.kernels.packed import Weight, can_pack, linear, pack
-from modeling.layers import DecoderLayer, RotaryTable, attend, fill_parameter, grouped_mask, load_layer, rms_norm
+from modeling.layers import DecoderLayer, RotaryTable, fill_parameter, load_layer, rms_norm
 
 KEY_BUCKET = 256
 
@@ -114,10 +114,9 @@ class TargetRunner:
             outputs, row = [], 0
             for block, mask in zip(blocks, masks, strict=True):
                 stop = row + len(block.token_ids)
-                num_keys = mask.shape[-1]
-                block.cache.write(index, block.start, heads[row:stop])
-                keys, values = block.cache.keys(index, num_keys), block.cache.values(index, num_keys)
-                outputs.append(attend(heads.query[row:stop], keys, values, mask))
+                own = heads[row:stop]
+                block.cache.write(index, block.start, own)
+                outputs.append(block.cache.attend(index, own.query, mask))
                 row = stop
             hidden = layer.finish(hidden, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
             if index in self._taps:
@@ -127,11 +126,11 @@ class TargetRunner:
         logits = linear(rms_norm(hidden, target.norm, shape.rms_eps), self.head)
         return TargetRows(logits, taps)
 
-    def _mask(self, block: TargetBlock) -> Tensor:
+    def _mask(self, block: TargetBlock) -> KeyMask:
         rows = torch.arange(block.start, block.start + len(block.token_ids), device=self.target.device)
         num_keys = bucket(block.start + len(block.token_ids), KEY_BUCKET, self.num_positions)
         visible = torch.arange(num_keys, device=self.target.device)[None, :] <= rows[:, None]
-        return grouped_mask(visible, self.target.architecture.group_size, self.target.dtype)
+        return KeyMask(visible, self.target.architecture.group_size, self.target.dtype)
 
 
 def _outer_parameters(target: Target) -> list[tuple[nn.Parameter, str]]:

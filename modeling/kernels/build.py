@@ -19,7 +19,7 @@ import torch
 logger = logging.getLogger("jetspec.kernels")
 
 SOURCE = Path(__file__).with_name("linear.c")
-PARTS = (SOURCE, SOURCE.with_name("layer_body.h"))
+PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("layer_body", "attention", "attention_body")))
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
 NEEDED_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl")
 COMPILE_LIMIT_S = 120
@@ -79,7 +79,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function.restype = ctypes.c_int
     for suffix in ("bf16", "fp32"):
         project, finish = getattr(library, f"jetspec_project_{suffix}"), getattr(library, f"jetspec_finish_{suffix}")
+        attend = getattr(library, f"jetspec_attend_{suffix}")
         project.argtypes = [pointer, pointer, number, pointer, pointer, pointer]
         finish.argtypes = [pointer, pointer, pointer, number, pointer]
-        project.restype = finish.restype = ctypes.c_int
+        attend.argtypes = [pointer, pointer, pointer, number, number, pointer]
+        project.restype = finish.restype = attend.restype = ctypes.c_int
+    library.jetspec_pack_mask.argtypes = [pointer, number, number, pointer]
+    library.jetspec_store.argtypes = [pointer, number, number, pointer, number, pointer, number]
+    library.jetspec_pack_mask.restype = library.jetspec_store.restype = None
     return library

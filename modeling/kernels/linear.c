@@ -193,9 +193,10 @@ typedef struct {
     float eps;
 } layer_weights;
 
-/* exp by range reduction and a polynomial, to about one unit in the last place; the same on every element. */
+/* exp by range reduction and a polynomial, to about one unit in the last place; the same on every element. NaN passes
+ * through: minimum and maximum give their second operand then. */
 static inline __m512 exp_lanes(__m512 x) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+    x = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), x));
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -229,12 +230,15 @@ static void narrow_row_bf16(uint16_t *to, const float *from, long count) {
 
 static void narrow_row_fp32(float *to, const float *from, long count) { memcpy(to, from, (size_t)count * sizeof(float)); }
 
+#include "attention.h"
+
 #define TYPE uint16_t
 #define NAME(x) x##_bf16
 #define WIDEN(value) WIDEN_BF16(value)
 #define NARROW_ROW narrow_row_bf16
 #define PRODUCT product_wide
 #include "layer_body.h"
+#include "attention_body.h"
 #undef TYPE
 #undef NAME
 #undef WIDEN
@@ -247,3 +251,4 @@ static void narrow_row_fp32(float *to, const float *from, long count) { memcpy(t
 #define NARROW_ROW narrow_row_fp32
 #define PRODUCT product_fp32
 #include "layer_body.h"
+#include "attention_body.h"

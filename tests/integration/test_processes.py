@@ -74,7 +74,7 @@ class Processes:
             Submit(
                 sequence_id=self.next_id,
                 prompt_token_ids=[1, 2, 3, 9],
-                max_tokens=160,
+                max_tokens=120,
                 sampling=sampling,
                 stop_token_ids=[],
                 speculative=speculative,
@@ -134,7 +134,7 @@ def test_texts_are_the_same_and_survive_the_death_of_the_drafter(processes: Proc
     assert stack.drafters[0].pid == drafter.pid
 
     plain = {t: stack.finish(stack.submit(t, speculative=False)) for t in (0.0, 1.0)}
-    assert [len(tokens) for tokens in plain.values()] == [160, 160]
+    assert [len(tokens) for tokens in plain.values()] == [120, 120]
     for temperature, expected in plain.items():
         sequence_id = stack.submit(temperature, speculative=True)
         assert stack.finish(sequence_id) == expected
