@@ -122,6 +122,7 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
 def _add_adapter(parser: argparse.ArgumentParser) -> None:
     _add_training(parser, learning_rate=1e-3, batch_tokens=1500, held_out=24)
     parser.add_argument("--draft", type=Path, required=True, help="draft model: its taps and vocabulary are used")
+    parser.add_argument("--init", type=Path, help="adapter to start from (default: target layers)")
     parser.add_argument("--layers-per-tap", type=_layers, help="layers for each tap, by commas (default: 1,2,2,..)")
     parser.add_argument("--kl-weight", type=_weight, default=0.3, help="weight of the KL through the decoder")
     parser.add_argument("--block-size", type=_count, default=12, help="slots of a block")

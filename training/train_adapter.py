@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from modeling.adapter import Adapter, AdapterConfig
+from modeling.adapter import Adapter, AdapterConfig, check_adapter_fits, load_adapter
 from modeling.architecture import UnsupportedModel
 from modeling.decoder import decoder_of
 from modeling.draft_model import LoadedDraft, check_draft_fits, load_draft_model
@@ -41,6 +41,7 @@ class AdapterOptions(TrainingOptions):
 
     draft: Path
     layers_per_tap: tuple[int, ...] | None
+    init: Path | None
     kl_weight: float
     block_size: int
 
@@ -83,9 +84,14 @@ def prepare_run(
     """The adapter as new or to be resumed, and the settings that stay fixed."""
     stored = read_settings(options.output, "adapter")
     taps, device = draft.model.config.tap_layers, target.device
+    initial = None if options.init is None else load_adapter(options.init, torch.float32, torch.device("cpu"))
+    if initial is not None:
+        check_adapter_fits(initial.config, taps, target.architecture)
     counts = options.layers_per_tap
-    if counts is None:
-        counts = default_layers_per_tap(len(taps)) if stored is None else tuple(stored.settings["layers_per_tap"])
+    if counts is None and stored is not None:
+        counts = tuple(stored.settings["layers_per_tap"])
+    elif counts is None:
+        counts = default_layers_per_tap(len(taps)) if initial is None else initial.config.layers_per_tap
     if len(counts) != len(taps) or min(counts) < 1:
         raise InputError(f"--layers-per-tap {list(counts)}: the draft model reads {len(taps)} taps, {list(taps)}")
     settings = {
@@ -95,8 +101,12 @@ def prepare_run(
         "layers_per_tap": list(counts),
         "draft_vocab": target.architecture.vocab_size if draft.token_ids is None else draft.token_ids.numel(),
     }
+    if initial is not None and counts != initial.config.layers_per_tap:
+        raise InputError(f"--init has {list(initial.config.layers_per_tap)} layers a tap, not {list(counts)}")
     if (options.output / "state").exists():
         adapter = Adapter(AdapterConfig(target.architecture, taps, counts))
+    elif initial is not None:
+        adapter = initial.requires_grad_(True).train()
     else:
         adapter = new_adapter(files.folder, target, taps, counts)
     if stored is None:

@@ -129,6 +129,19 @@ def test_adapter_trains_resumes_and_is_served(
     assert len(list((tmp_path / "states").glob("*.bin"))) == 1, "both trainings share their states"
 
 
+def test_an_adapter_starts_from_another(train: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("draft", steps="1") == 0
+    draft, first = str(tmp_path / "draft" / "draft"), tmp_path / "adapter" / "adapter"
+    assert train("adapter", draft=draft, layers_per_tap="2,1") == 0
+    ended = [line for line in capsys.readouterr().out.splitlines() if "agreement" in line][-1]
+    assert train("adapter", draft=draft, init=str(first), output=str(tmp_path / "second")) == 0
+    started = next(line for line in capsys.readouterr().out.splitlines() if "agreement" in line)
+    assert started.startswith("step 0 start")
+    assert started.partition("agreement")[2][:4] == ended.partition("agreement")[2][:4]
+    assert train("adapter", draft=draft, init=str(first), layers_per_tap="1,1", output=str(tmp_path / "third")) == 2
+    assert "--init has [2, 1] layers a tap, not [1, 1]" in last_error(capsys)
+
+
 # --- wrong input: exit code 2 and one line that names what is wrong
 
 
