@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling.architecture import Architecture, UnsupportedModel, architecture_from_config, read_json
+from modeling.architecture import (
+    Architecture,
+    UnsupportedModel,
+    architecture_from_config,
+    config_fields,
+    read_json,
+)
 from modeling.draft_model import read_tensors
 from modeling.layers import DecoderLayer, Heads, Rotary, layer_tensors, load_layer
 
@@ -77,19 +83,8 @@ def adapter_config_to_json(config: AdapterConfig) -> dict[str, Any]:
     return {
         "architectures": ["JetSpecAdapter"],
         "model_type": "qwen3" if shape.qk_norm else "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_eps,
+        **config_fields(shape),
         "rope_parameters": shape.rope,
-        "max_position_embeddings": shape.max_positions,
-        "vocab_size": shape.vocab_size,
-        "attention_bias": shape.attention_bias,
-        "tie_word_embeddings": shape.tied_embeddings,
         "adapter_config": {"tap_layers": list(config.tap_layers), "layers_per_tap": list(config.layers_per_tap)},
     }
 

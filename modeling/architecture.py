@@ -102,6 +102,24 @@ def architecture_from_config(config: dict[str, Any], *, qk_norm: bool | None = N
     )
 
 
+def config_fields(architecture: Architecture) -> dict[str, Any]:
+    """The fields of a published `config.json` that say the shape, all but the kind of RoPE."""
+    return {
+        "hidden_size": architecture.hidden_size,
+        "intermediate_size": architecture.intermediate_size,
+        "num_hidden_layers": architecture.num_layers,
+        "num_attention_heads": architecture.num_heads,
+        "num_key_value_heads": architecture.num_kv_heads,
+        "head_dim": architecture.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": architecture.rms_eps,
+        "max_position_embeddings": architecture.max_positions,
+        "vocab_size": architecture.vocab_size,
+        "attention_bias": architecture.attention_bias,
+        "tie_word_embeddings": architecture.tied_embeddings,
+    }
+
+
 def inverse_frequencies(architecture: Architecture) -> tuple[torch.Tensor, float]:
     """RoPE inverse frequencies [head_dim/2] and the factor on cos and sin; scaled kinds come from transformers."""
     kind = architecture.rope["rope_type"]

@@ -16,7 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from modeling.architecture import Architecture, UnsupportedModel, architecture_from_config, read_json
+from modeling.architecture import (
+    Architecture,
+    UnsupportedModel,
+    architecture_from_config,
+    config_fields,
+    read_json,
+)
 from modeling.kernels.packed import PackedWeight, can_pack, linear, pack_parameters, unpacked
 from modeling.layers import DecoderLayer, Heads, Rotary, fill_parameter, layer_tensors, load_layer, rms_norm
 
@@ -82,21 +88,10 @@ def draft_config_to_json(config: DraftConfig) -> dict[str, Any]:
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_eps,
+        **config_fields(shape),
         "rope_theta": shape.rope["rope_theta"],
         "rope_scaling": None if shape.rope["rope_type"] == "default" else shape.rope,
-        "max_position_embeddings": shape.max_positions,
-        "vocab_size": shape.vocab_size,
-        "attention_bias": shape.attention_bias,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": shape.tied_embeddings,
         "torch_dtype": "bfloat16",
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
