@@ -34,7 +34,7 @@ class WorkerConfig(BaseModel):
     core_draft: _Count | None = None
     max_model_len: _PositiveCount | None = None
     max_num_seqs: _PositiveCount = 4
-    num_draft_tokens: _PositiveCount = 8
+    num_draft_tokens: _PositiveCount = 4
     cache_size: _PositiveCount | None = None
     num_passes: _Count | None = None
     num_refreshes: _Count | None = None

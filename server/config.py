@@ -125,7 +125,7 @@ class ServeConfig:
     adapter: str | None = setting(None, _text, "file or folder of the adapter")
     calibration: str | None = setting(None, _text, "JSON file of the score calibration")
     method: MethodChoice = setting("jetspec++", _one_of(*get_args(MethodChoice)), "decoding method")
-    num_speculative_tokens: int = setting(8, _integer(1, 63), "draft tokens in a block")
+    num_speculative_tokens: int = setting(4, _integer(1, 63), "draft tokens in a block")
     cache_size: int | None = setting(None, _integer_or_auto(1, 256), "outcomes drafted ahead per round, or auto")
     passes: int | None = setting(None, _integer_or_auto(0, 16), "refinement passes, or auto")
     refreshes: int | None = setting(None, _integer_or_auto(0, 16), "context refreshes, or auto")

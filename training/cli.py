@@ -135,7 +135,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     _add_dtype(parser)
     parser.add_argument("--draft", type=Path, help="draft model (default: the one shipped for the model)")
     parser.add_argument("--adapter", type=Path, help="adapter (default: the one shipped for the model)")
-    parser.add_argument("--num-draft-tokens", type=_count, default=8, help="draft tokens in a block; N is one more")
+    parser.add_argument("--num-draft-tokens", type=_count, default=4, help="draft tokens in a block; N is one more")
     parser.add_argument("--passes", type=_number, default=1, help="refinement passes J")
     parser.add_argument("--refreshes", type=_number, default=1, help="context refreshes R, at most J")
     parser.add_argument("--cache-size", type=_count, default=4, help="outcomes drafted ahead in a round")

@@ -19,7 +19,7 @@ def parse(*arguments: str, environment: dict[str, str] | None = None) -> ServeCo
 def test_defaults() -> None:
     config = parse()
     assert config == ServeConfig()
-    assert (config.model, config.port, config.max_num_seqs, config.num_speculative_tokens) == ("demo", 8000, 4, 8)
+    assert (config.model, config.port, config.max_num_seqs, config.num_speculative_tokens) == ("demo", 8000, 4, 4)
     assert config.cache_size is config.passes is config.refreshes is None
 
 
