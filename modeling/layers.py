@@ -191,8 +191,8 @@ class DecoderLayer(nn.Module):
         return hidden + linear(F.silu(gate) * up, self.down)
 
     def _split(self, turned: Tensor, num_heads: int) -> Heads:
-        last = num_heads + self.architecture.num_kv_heads
-        return Heads(turned[:, :num_heads], turned[:, num_heads:last], turned[:, last:])
+        num_kv_heads = self.architecture.num_kv_heads
+        return Heads(*turned.split((num_heads, num_kv_heads, num_kv_heads), dim=1))
 
     def pack(self) -> None:
         """Freeze the layer for inference on the row-independent kernels, where there are some; rows are flat then."""

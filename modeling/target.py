@@ -78,8 +78,9 @@ class TargetRunner:
 
     def __init__(self, target: Target, tap_layers: Sequence[int], num_positions: int) -> None:
         self.target = target
-        for index in range(target.architecture.num_layers):
-            target.layer(index).pack()
+        self._layers = tuple(target.layer(index) for index in range(target.architecture.num_layers))
+        for layer in self._layers:
+            layer.pack()
         self.tap_layers = tuple(tap_layers)
         self._taps = {layer: index for index, layer in enumerate(self.tap_layers)}
         self.num_positions = -(-num_positions // KEY_BUCKET) * KEY_BUCKET  # so that no key bucket is cut short
@@ -108,13 +109,12 @@ class TargetRunner:
         taps = torch.empty(
             len(token_ids), len(self.tap_layers), shape.hidden_size, dtype=target.dtype, device=target.device
         )
-        for index in range(shape.num_layers):
-            layer = target.layer(index)
+        for index, layer in enumerate(self._layers):
             heads = layer.project(hidden, rotary)
             outputs, row = [], 0
             for block, mask in zip(blocks, masks, strict=True):
                 stop = row + len(block.token_ids)
-                own = heads[row:stop]
+                own = heads if len(blocks) == 1 else heads[row:stop]
                 block.cache.write(index, block.start, own)
                 outputs.append(block.cache.attend(index, own.query, mask))
                 row = stop
