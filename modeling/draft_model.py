@@ -5,9 +5,8 @@ Context feature = RMSNorm(fc(taps)); its keys and values come from each layer's 
 without the layer's input norm (facts.md 1.1). Embedding and head are the target's and are passed in.
 """
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,10 +219,3 @@ def check_draft_fits(config: DraftConfig, target: Architecture) -> None:
         raise UnsupportedModel(
             f"draft model taps layer {config.tap_layers[-1]} of a target with {target.num_layers} layers"
         )
-
-
-def describe(config: DraftConfig) -> str:
-    """One line for logs."""
-    fields = asdict(replace(config, architecture=config.architecture))
-    fields.pop("architecture")
-    return json.dumps(fields)
