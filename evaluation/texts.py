@@ -11,14 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoding.loops import is_loop
 from decoding.sampling import SamplingParameters, draw
 from modeling.cache import KeyValueCache
 from modeling.target import TargetBlock, TargetRunner
 
 PREFILL_CHUNK = 64
-LOOP_PERIOD = 40
-LOOP_TOKENS = 24
-LOOP_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -103,15 +101,3 @@ def _record(text: _Live, stop_token_ids: frozenset[int], first_decoder_layer: in
     pair = torch.stack((text.cache.key[layers, :, :num_rows], text.cache.value[layers, :, :num_rows]), dim=1)
     taps = torch.cat(text.taps)[:num_rows].clone()
     return TargetText(text.prompt, list(response), taps, pair.permute(3, 0, 1, 2, 4).clone())
-
-
-def is_loop(token_ids: Sequence[int]) -> bool:
-    """Whether a text has begun to repeat itself: some period up to 40, at least three times and over 24 tokens."""
-    for period in range(1, LOOP_PERIOD + 1):
-        span = max(LOOP_REPEATS * period, LOOP_TOKENS)
-        if len(token_ids) < span:
-            continue
-        tail = token_ids[-span:]
-        if all(tail[i] == tail[i - period] for i in range(period, span)):
-            return True
-    return False

@@ -125,7 +125,10 @@ class DecoderLayer(nn.Module):
     gate_up: nn.Parameter | PackedWeight
     down: nn.Parameter | PackedWeight
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype = torch.float32, *, initialise: bool = True
+    ) -> None:
+        """`initialise` False leaves the matrices unset, for a loader that fills all of them."""
         super().__init__()
         shape = self.architecture = architecture
         self.fused: FusedHalves | None = None
@@ -142,7 +145,7 @@ class DecoderLayer(nn.Module):
         self.post_norm = nn.Parameter(torch.ones(shape.hidden_size, dtype=dtype))
         self.gate_up = nn.Parameter(torch.empty(2 * shape.intermediate_size, shape.hidden_size, dtype=dtype))
         self.down = nn.Parameter(torch.empty(shape.hidden_size, shape.intermediate_size, dtype=dtype))
-        for weight in (self.qkv, self.out, self.gate_up, self.down):
+        for weight in (self.qkv, self.out, self.gate_up, self.down) if initialise else ():
             nn.init.normal_(unpacked(weight), std=0.02)
 
     def project(self, hidden: Tensor, rotary: Rotary) -> Heads:

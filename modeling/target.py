@@ -42,14 +42,21 @@ class TargetRows:
 class Target(nn.Module):
     """Embedding, decoder layers, final norm and head. Layers below `first_layer` are absent (a drafter's target)."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype = torch.float32, first_layer: int = 0) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype = torch.float32,
+        first_layer: int = 0,
+        *,
+        initialise: bool = True,
+    ) -> None:
+        """`initialise` False leaves the matrices unset, for a loader that fills all of them."""
         super().__init__()
         self.architecture = architecture
         width = architecture.hidden_size
         self.embedding = nn.Parameter(torch.empty(architecture.vocab_size, width, dtype=dtype))
-        nn.init.normal_(self.embedding, std=0.02)
         self.layers = nn.ModuleList(
-            nn.Identity() if index < first_layer else DecoderLayer(architecture, dtype)
+            nn.Identity() if index < first_layer else DecoderLayer(architecture, dtype, initialise=initialise)
             for index in range(architecture.num_layers)
         )
         self.norm = nn.Parameter(torch.ones(width, dtype=dtype))
@@ -57,6 +64,8 @@ class Target(nn.Module):
             self.head = self.embedding
         else:
             self.head = nn.Parameter(torch.empty(architecture.vocab_size, width, dtype=dtype))
+        if initialise:
+            nn.init.normal_(self.embedding, std=0.02)
             nn.init.normal_(self.head, std=0.02)
 
     @property
@@ -166,7 +175,7 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, first_la
     """
     architecture = read_architecture(folder)
     tensors = {name.removeprefix("model."): tensor for name, tensor in read_checkpoint(folder).items()}
-    target = Target(architecture, dtype, first_layer)
+    target = Target(architecture, dtype, first_layer, initialise=False)
     try:
         for index in range(first_layer, architecture.num_layers):
             load_layer(target.layer(index), tensors, f"layers.{index}.")

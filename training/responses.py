@@ -4,21 +4,18 @@ A row ends at the end of the text, where it has begun to repeat itself, or at a 
 prompt at once. It does not know where prompts come from or where answers go.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
+from decoding.loops import is_loop
 from decoding.sampling import SamplingParameters, draw
 from modeling.cache import KeyValueCache
 from modeling.target import TargetBlock, TargetRunner
 
 Ending = Literal["stop", "loop", "length"]
-
-MAX_PERIOD = 40
-MIN_REPEATS = 3
-MIN_LOOP_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,6 @@ class Row:
     def position(self) -> int:
         """Where the next token will stand."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
-
-
-def is_loop(token_ids: Sequence[int]) -> bool:
-    """Whether a text's end repeats with a period of up to 40, at least three times and over 24 tokens."""
-    for period in range(1, MAX_PERIOD + 1):
-        span = max(MIN_REPEATS * period, MIN_LOOP_TOKENS)
-        if span > len(token_ids):
-            continue
-        if token_ids[-span:-period] == token_ids[len(token_ids) - span + period :]:
-            return True
-    return False
 
 
 def respond(

@@ -6,12 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from decoding.loops import is_loop
 from decoding.outcomes import OutcomeTable
 from decoding.plan import PassPlan
 from decoding.sampling import SamplingParameters
 from evaluation.acceptance import hit_rate, tokens_per_round
 from evaluation.replay import NOT_RANKED, Replay, ReplayedRound, ReplaySettings, rank_of
-from evaluation.texts import TargetText, is_loop, write_texts
+from evaluation.texts import TargetText, write_texts
 from modeling.decoder import decoder_layer_ids
 from tests.tiny.engine import Engine, Job
 from tests.tiny.models import NUM_LAYERS, TAP_LAYERS, TinyModels, true_rows

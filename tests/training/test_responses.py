@@ -2,10 +2,11 @@
 
 import pytest
 
+from decoding.loops import is_loop
 from decoding.sampling import SamplingParameters, draw
 from modeling.target import TargetBlock, TargetRunner
 from tests.tiny.models import VOCAB_SIZE
-from training.responses import Request, Response, is_loop, respond
+from training.responses import Request, Response, respond
 
 GREEDY = SamplingParameters(0.0)
 
