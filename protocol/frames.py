@@ -13,7 +13,8 @@ import msgpack
 from pydantic import Field, TypeAdapter, ValidationError
 
 from protocol.errors import MalformedMessage, MessageTooLarge
-from protocol.messages import MAX_PROMPT_TOKENS, PROTOCOL_VERSION, WireMessage, WireModel
+from protocol.fields import MAX_GRAMMAR_CHARACTERS, MAX_PROMPT_TOKENS, WireModel
+from protocol.messages import PROTOCOL_VERSION, WireMessage
 
 DType = Literal["float32", "bfloat16", "float16", "int64", "int32", "uint8"]
 Part = bytes | memoryview
@@ -24,6 +25,7 @@ ITEM_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int6
 MAX_DIMENSIONS = 8
 MAX_FRAMES = 8
 MAX_HEADER_BYTES = 8 << 20
+MAX_STRING_BYTES = 4 * MAX_GRAMMAR_CHARACTERS  # of UTF-8, for the longest text that a message may hold
 MAX_MESSAGE_BYTES = 64 << 20
 RUN_ID_PATTERN = "^[0-9a-f]{32}$"
 
@@ -141,7 +143,7 @@ def _unpack(part: Part) -> object:
             part,
             raw=False,
             strict_map_key=True,
-            max_str_len=16 << 10,
+            max_str_len=MAX_STRING_BYTES,
             max_bin_len=0,
             max_array_len=MAX_PROMPT_TOKENS,
             max_map_len=64,

@@ -7,45 +7,34 @@ and a message class says only how many frames it has and how many rows they hold
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
-PROTOCOL_VERSION = 1
+from protocol.fields import (
+    MAX_DRAFT_TOKENS,
+    MAX_LOGPROB_ENTRIES,
+    CommittedTokens,
+    Count,
+    DraftTokens,
+    Grammar,
+    LayerIndices,
+    Name,
+    NumLogprobs,
+    PositiveCount,
+    PromptTokens,
+    Seconds,
+    StopTokens,
+    Text,
+    TokenId,
+    TokenLogprobs,
+)
+from protocol.fields import SamplingFields as SamplingFields
+from protocol.fields import WireModel as WireModel
 
-MAX_PROMPT_TOKENS = 1 << 20
-MAX_DRAFT_TOKENS = 64
-MAX_STOP_TOKENS = 1024
+PROTOCOL_VERSION = 2
+
 MAX_CACHE_ENTRIES = 1024
-MAX_LAYERS = 256
 MAX_PHASES = 16
 MAX_ROWS = 1 << 20
-MAX_NAME_CHARACTERS = 512
-MAX_TEXT_CHARACTERS = 2000
-
-
-def _shorten(value: object) -> object:
-    """Cut free text to what the wire takes: the report of an error must not fail for being long or badly encoded."""
-    if not isinstance(value, str):
-        return value
-    return value[:MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode("utf-8")
-
-
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-PositiveCount = Annotated[int, Field(ge=1, lt=1 << 63)]
-Seconds = Annotated[float, Field(ge=0.0)]
-Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
-Text = Annotated[str, BeforeValidator(_shorten)]
-PromptTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
-StopTokens = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
-DraftTokens = Annotated[list[TokenId], Field(max_length=MAX_DRAFT_TOKENS, fail_fast=True)]
-CommittedTokens = Annotated[list[TokenId], Field(max_length=MAX_DRAFT_TOKENS + 1, fail_fast=True)]
-LayerIndices = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(max_length=MAX_LAYERS, fail_fast=True)]
-
-
-class WireModel(BaseModel):
-    """Strict, frozen, closed: no coercion, no unknown field, no NaN or infinity."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class WireMessage(WireModel):
@@ -62,21 +51,16 @@ class WireMessage(WireModel):
         return None
 
 
-class SamplingFields(WireModel):
-    """How the target's distribution is processed and drawn from; `top_k` 0, `top_p` 1 and `min_p` 0 mean off."""
-
-    temperature: Annotated[float, Field(ge=0.0)]
-    top_k: Count
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)]
-    seed: Count
-
-
 # --- frontend link, server to verifier
 
 
 class Submit(WireMessage):
-    """Start a sequence."""
+    """Start a sequence.
+
+    `num_logprobs` asks for the log-probability of every generated token and of that many likeliest ones beside it,
+    None for neither; `num_prompt_logprobs` the same for the prompt. With a `grammar` only texts of the grammar come
+    out, and a stop token only where such a text may end. A request that cannot be served ends in `Failed`.
+    """
 
     kind: Literal["submit"] = "submit"
     sequence_id: Count
@@ -86,6 +70,9 @@ class Submit(WireMessage):
     stop_token_ids: StopTokens
     min_tokens: Count = 0
     speculative: bool
+    num_logprobs: NumLogprobs | None = None
+    num_prompt_logprobs: NumLogprobs | None = None
+    grammar: Grammar | None = None
 
 
 class Abort(WireMessage):
@@ -126,7 +113,8 @@ class RoundResult(WireMessage):
 
     `token_ids` is after the cut at a stop token or at `max_tokens`, and may be empty; `num_accepted` is before any cut.
     `exposed_s` runs from the end of the verification before to the start of this one, 0.0 for a prefill. `num_cached`
-    counts the entries of the speculation cache at look-up.
+    counts the entries of the speculation cache at look-up. `logprobs` has one entry for each of `token_ids`, or is None
+    where none were asked for.
     """
 
     kind: Literal["round_result"] = "round_result"
@@ -140,6 +128,20 @@ class RoundResult(WireMessage):
     exposed_s: Seconds
     num_cached: Count
     cache_version: Count
+    logprobs: Annotated[list[TokenLogprobs], Field(max_length=MAX_DRAFT_TOKENS + 1, fail_fast=True)] | None = None
+
+
+class PromptLogprobs(WireMessage):
+    """Log-probabilities of the prompt tokens at the positions start .. start + len(entries) - 1.
+
+    Sent in order and without gaps while the prompt is read, all before the first `RoundResult`. The first starts at 1:
+    nothing comes before the prompt's first token.
+    """
+
+    kind: Literal["prompt_logprobs"] = "prompt_logprobs"
+    sequence_id: Count
+    start: PositiveCount
+    entries: Annotated[list[TokenLogprobs], Field(min_length=1, max_length=MAX_LOGPROB_ENTRIES, fail_fast=True)]
 
 
 class Finished(WireMessage):
@@ -157,12 +159,17 @@ class Finished(WireMessage):
 
 
 class Failed(WireMessage):
-    """A sequence could not be started or continued; nothing more about it follows."""
+    """A sequence could not be started or continued; nothing more about it follows.
+
+    `invalid_request` is a fault of the request (a token id outside the vocabulary, a grammar that cannot be compiled);
+    `parameter` is then the field of `Submit` or of `SamplingFields` that it lies in.
+    """
 
     kind: Literal["failed"] = "failed"
     sequence_id: Count
     code: Literal["context_length_exceeded", "invalid_request", "internal_error", "overloaded"]
     message: Text
+    parameter: Name | None = None
 
 
 class VerifierStatus(WireMessage):
@@ -353,7 +360,16 @@ class DrafterStatus(WireMessage):
 
 
 FrontendMessage = Annotated[
-    Submit | Abort | Stop | VerifierReady | RoundResult | Finished | Failed | VerifierStatus | DrafterRejected,
+    Submit
+    | Abort
+    | Stop
+    | VerifierReady
+    | RoundResult
+    | PromptLogprobs
+    | Finished
+    | Failed
+    | VerifierStatus
+    | DrafterRejected,
     Field(discriminator="kind"),
 ]
 PeerMessage = Annotated[

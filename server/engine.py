@@ -21,6 +21,7 @@ from protocol.messages import (
     Failed,
     Finished,
     FrontendMessage,
+    PromptLogprobs,
     RoundResult,
     SamplingFields,
     Stop,
@@ -291,6 +292,8 @@ class Engine:
         match message:
             case RoundResult():
                 self._absorb_round(message)
+            case PromptLogprobs():
+                self._last_progress_at = self._clock()
             case Finished():
                 self._metrics.sequence_finished(message)
                 self._end(message.sequence_id, message)

@@ -6,12 +6,29 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from protocol.fields import (
+    MAX_CHOICE_CHARACTERS,
+    MAX_DRAFT_TOKENS,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_GRAMMAR_CHOICES,
+    MAX_LOGPROB_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_TEXT_CHARACTERS,
+    ChoiceGrammar,
+    Grammar,
+    JsonObjectGrammar,
+    JsonSchemaGrammar,
+    LarkGrammar,
+    LogitBias,
+    RegexGrammar,
+    SamplingFields,
+    TokenLogprobs,
+    TopLogprob,
+)
 from protocol.frames import Envelope, TensorFrame, decode, encode
 from protocol.messages import (
     CONTROL_MESSAGES,
     FRONTEND_MESSAGES,
-    MAX_DRAFT_TOKENS,
-    MAX_TEXT_CHARACTERS,
     PEER_MESSAGES,
     Abort,
     Block,
@@ -34,8 +51,8 @@ from protocol.messages import (
     PeerMessage,
     PeerRejected,
     PhaseTiming,
+    PromptLogprobs,
     RoundResult,
-    SamplingFields,
     Stop,
     Submit,
     VerifierReady,
@@ -45,6 +62,25 @@ from protocol.messages import (
 
 RUN_ID = "0123456789abcdef" * 2
 SAMPLING = SamplingFields(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, seed=(1 << 63) - 1)
+CONTROLLED = SamplingFields(
+    temperature=0.7,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    seed=1,
+    presence_penalty=-2.0,
+    frequency_penalty=2.0,
+    repetition_penalty=1.3,
+    logit_bias=[LogitBias(token_id=5, bias=-100.0), LogitBias(token_id=6, bias=0.5)],
+)
+GRAMMARS: list[Grammar] = [
+    JsonSchemaGrammar(schema_text='{"type": "object"}'),
+    JsonObjectGrammar(),
+    RegexGrammar(pattern="[a-z]+"),
+    LarkGrammar(grammar_text='start: "a" | "b"'),
+    ChoiceGrammar(choices=["yes", "no"]),
+]
+ENTRY = TokenLogprobs(token_id=3, logprob=-0.25, rank=1, top=[TopLogprob(token_id=3, logprob=-0.25)])
 SUBMIT = Submit(
     sequence_id=7,
     prompt_token_ids=[0, 1, (1 << 31) - 1],
@@ -66,6 +102,7 @@ ROUND_RESULT = RoundResult(
     num_cached=4,
     cache_version=2,
 )
+PROMPT_LOGPROBS = PromptLogprobs(sequence_id=7, start=1, entries=[ENTRY, ENTRY])
 FRONTEND_EXAMPLES: list[WireMessage] = [
     SUBMIT,
     Abort(sequence_id=7),
@@ -81,6 +118,7 @@ FRONTEND_EXAMPLES: list[WireMessage] = [
         autoregressive_rows=2,
     ),
     ROUND_RESULT,
+    PROMPT_LOGPROBS,
     Finished(
         sequence_id=7,
         reason="stop",
@@ -91,7 +129,7 @@ FRONTEND_EXAMPLES: list[WireMessage] = [
         prefill_s=0.2,
         decode_s=0.3,
     ),
-    Failed(sequence_id=7, code="overloaded", message="no slot is free"),
+    Failed(sequence_id=7, code="invalid_request", message="no such token", parameter="logit_bias"),
     VerifierStatus(
         num_running=1,
         num_waiting=0,
@@ -203,12 +241,33 @@ def test_no_field_is_coerced_from_text(adapter: TypeAdapter[Any], message: WireM
         (SUBMIT, "sampling", {**SAMPLING.model_dump(), "top_p": math.nan}),
         (SUBMIT, "sampling", {**SAMPLING.model_dump(), "min_p": 1.5}),
         (SUBMIT, "sampling", {**SAMPLING.model_dump(), "seed": 1 << 63}),
+        (SUBMIT, "sampling", {**SAMPLING.model_dump(), "presence_penalty": 2.1}),
+        (SUBMIT, "sampling", {**SAMPLING.model_dump(), "frequency_penalty": -2.1}),
+        (SUBMIT, "sampling", {**SAMPLING.model_dump(), "repetition_penalty": 0.0}),
+        (SUBMIT, "sampling", {**SAMPLING.model_dump(), "logit_bias": [{"token_id": -1, "bias": 0.0}]}),
+        (SUBMIT, "sampling", {**SAMPLING.model_dump(), "logit_bias": [{"token_id": 1, "bias": 100.5}]}),
+        (SUBMIT, "sampling", {**SAMPLING.model_dump(), "logit_bias": [{"token_id": 1, "bias": 1.0}] * 1025}),
+        (SUBMIT, "num_logprobs", MAX_LOGPROBS + 1),
+        (SUBMIT, "num_prompt_logprobs", -1),
+        (SUBMIT, "grammar", "{}"),
+        (SUBMIT, "grammar", {"kind": "ebnf", "grammar_text": "x"}),
+        (SUBMIT, "grammar", {"kind": "json_schema"}),
+        (SUBMIT, "grammar", {"kind": "regex", "pattern": ""}),
+        (SUBMIT, "grammar", {"kind": "regex", "pattern": "x" * (MAX_GRAMMAR_CHARACTERS + 1)}),
+        (SUBMIT, "grammar", {"kind": "choice", "choices": []}),
         (ROUND_RESULT, "round", -1),
         (ROUND_RESULT, "round", 1.0),
         (ROUND_RESULT, "outcome", "lucky"),
         (ROUND_RESULT, "verify_s", math.nan),
         (ROUND_RESULT, "verify_s", -1.0),
         (ROUND_RESULT, "token_ids", [0] * (MAX_DRAFT_TOKENS + 2)),
+        (ROUND_RESULT, "logprobs", [{**ENTRY.model_dump(), "logprob": 0.1}]),
+        (ROUND_RESULT, "logprobs", [{**ENTRY.model_dump(), "logprob": -math.inf}]),
+        (ROUND_RESULT, "logprobs", [{**ENTRY.model_dump(), "rank": 0}]),
+        (ROUND_RESULT, "logprobs", [{**ENTRY.model_dump(), "top": ENTRY.model_dump()["top"] * (MAX_LOGPROBS + 1)}]),
+        (PROMPT_LOGPROBS, "start", 0),
+        (PROMPT_LOGPROBS, "entries", []),
+        (PROMPT_LOGPROBS, "entries", [ENTRY.model_dump()] * (MAX_LOGPROB_ENTRIES + 1)),
     ],
 )
 def test_a_value_out_of_range_is_refused(message: WireMessage, field: str, value: object) -> None:
@@ -216,6 +275,35 @@ def test_a_value_out_of_range_is_refused(message: WireMessage, field: str, value
     FRONTEND_MESSAGES.validate_python(fields)
     with pytest.raises(ValidationError):
         FRONTEND_MESSAGES.validate_python({**fields, field: value})
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_every_grammar_and_every_control_survives_the_wire(grammar: Grammar) -> None:
+    message = SUBMIT.model_copy(
+        update={"sampling": CONTROLLED, "grammar": grammar, "num_logprobs": 0, "num_prompt_logprobs": MAX_LOGPROBS}
+    )
+    assert decode(encode(Envelope(RUN_ID, message)), FRONTEND_MESSAGES).message == message
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        RegexGrammar(pattern="\U0001f642" * MAX_GRAMMAR_CHARACTERS),
+        ChoiceGrammar(choices=["\U0001f642" * MAX_CHOICE_CHARACTERS] * MAX_GRAMMAR_CHOICES),
+    ],
+    ids=lambda grammar: grammar.kind,
+)
+def test_the_longest_grammar_fits_the_wire(grammar: Grammar) -> None:
+    message = SUBMIT.model_copy(update={"grammar": grammar})
+    assert decode(encode(Envelope(RUN_ID, message)), FRONTEND_MESSAGES).message == message
+
+
+def test_the_most_logprobs_fit_the_wire() -> None:
+    entry = ENTRY.model_copy(update={"top": ENTRY.top * MAX_LOGPROBS})
+    rounds = ROUND_RESULT.model_copy(update={"logprobs": [entry] * (MAX_DRAFT_TOKENS + 1)})
+    prompt = PROMPT_LOGPROBS.model_copy(update={"entries": [entry] * MAX_LOGPROB_ENTRIES})
+    for message in (rounds, prompt):
+        assert decode(encode(Envelope(RUN_ID, message)), FRONTEND_MESSAGES).message == message
 
 
 def test_a_message_of_another_link_is_refused() -> None:
