@@ -1,6 +1,7 @@
 """The draft model: a few Qwen3-style layers that read the target's tapped states as context and propose a block.
 
 Published checkpoint format (z-lab/dflash, hao-ai-lab/JetSpec): `config.json` with `dflash_config`, `model.safetensors`.
+A folder whose `config.json` names a `backbone` (a folder, relative to it) holds only a head for that draft model.
 Context feature = RMSNorm(fc(taps)); its keys and values come from each layer's own projections, then k-norm and RoPE,
 without the layer's input norm (facts.md 1.1). Embedding and head are the target's and are passed in.
 """
@@ -22,6 +23,7 @@ from modeling.architecture import (
     config_fields,
     read_json,
 )
+from modeling.heads import CorrectionHead, HeadConfig, head_config_from_json, load_head, with_head
 from modeling.kernels.packed import PackedWeight, can_pack, linear, pack_parameters, unpacked
 from modeling.layers import DecoderLayer, Heads, Rotary, fill_parameter, layer_tensors, load_layer, rms_norm
 
@@ -57,12 +59,14 @@ def tap_layers_for(num_draft_layers: int, num_target_layers: int) -> tuple[int, 
 
 def draft_config_from_json(config: dict[str, Any]) -> DraftConfig:
     """Read a published config; missing jetspec fields mean a released DFlash model (bidirectional, mask, in place)."""
-    extra = config.get("dflash_config")
+    is_dspark = any("DSpark" in str(name) for name in config.get("architectures") or ())
+    extra = config if is_dspark and "dflash_config" not in config else config.get("dflash_config")
     if not isinstance(extra, dict) or "target_layer_ids" not in extra:
         raise UnsupportedModel("config.json of the draft model lacks dflash_config.target_layer_ids")
     if any(kind == "sliding_attention" for kind in config.get("layer_types") or ()):
         raise UnsupportedModel("draft models with sliding-window layers are not supported")
-    slots, inputs = extra.get("slots", "in_place"), extra.get("inputs", "mask")
+    is_shifted = is_dspark or extra.get("shift_label")  # as released DSpark and Domino checkpoints say it
+    slots, inputs = extra.get("slots", "shifted" if is_shifted else "in_place"), extra.get("inputs", "mask")
     mask_token_id = extra.get("mask_token_id", config.get("mask_token_id"))
     if slots not in ("in_place", "shifted") or inputs not in ("mask", "tokens"):
         raise UnsupportedModel(f"dflash_config: slots {slots!r} or inputs {inputs!r} is not known")
@@ -160,10 +164,11 @@ def draft_model_tensors(model: DraftModel) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """A draft model and its draft vocabulary (None: the full one)."""
+    """A draft model, its draft vocabulary (None: the full one), and the head that corrects its slots, if it has one."""
 
     model: DraftModel
     token_ids: Tensor | None
+    head: CorrectionHead | None = None
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -181,7 +186,10 @@ def load_draft_model(folder: Path, dtype: torch.dtype, device: torch.device) -> 
 
     An optional tensor `d2t` (speculators' convention: target id = draft id + d2t[draft id]) trims the head.
     """
-    config = draft_config_from_json(read_json(folder / "config.json"))
+    fields = read_json(folder / "config.json")
+    if "backbone" in fields:
+        return _load_head_on_backbone(folder, fields, dtype, device)
+    config = draft_config_from_json(fields)
     tensors = read_tensors(folder / "model.safetensors")
     model = DraftModel(config, dtype)
     try:
@@ -197,9 +205,61 @@ def load_draft_model(folder: Path, dtype: torch.dtype, device: torch.device) -> 
         raise UnsupportedModel(f"{folder}/model.safetensors lacks {error.args[0]!r}") from error
     except (RuntimeError, ValueError) as error:
         raise UnsupportedModel(f"{folder}/model.safetensors does not fit its config.json: {error}") from error
+    head_config = head_config_from_json(fields)
+    head = None if head_config is None else _read_head(folder, head_config, tensors, config, dtype, device)
+    return LoadedDraft(model.to(device).requires_grad_(False).eval(), _token_ids(tensors), head)
+
+
+def _load_head_on_backbone(
+    folder: Path, fields: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> LoadedDraft:
+    """A folder that holds only a head, with the draft model that it names."""
+    name = fields["backbone"]
+    if not isinstance(name, str) or not name or Path(name).is_absolute():
+        raise UnsupportedModel(f"{folder}/config.json: backbone {name!r} is not a folder relative to this one")
+    backbone = folder / name
+    if not (backbone / "config.json").is_file():
+        raise UnsupportedModel(f"{folder}/config.json: backbone {name!r}: {backbone.resolve()} holds no draft model")
+    if "backbone" in read_json(backbone / "config.json"):
+        raise UnsupportedModel(f"{folder}/config.json: backbone {name!r} is itself only a head")
+    head_config = head_config_from_json(fields)
+    if head_config is None:
+        raise UnsupportedModel(f"{folder}/config.json names a backbone but no head (markov_rank or projector_type)")
+    loaded = load_draft_model(backbone, dtype, device)
+    tensors = read_tensors(folder / "model.safetensors")
+    own = _token_ids(tensors)
+    if own is not None and (loaded.token_ids is None or not torch.equal(own, loaded.token_ids)):
+        raise UnsupportedModel(f"{folder} is for a backbone with another draft vocabulary than {backbone.resolve()}")
+    head = _read_head(folder, head_config, tensors, loaded.model.config, dtype, device)
+    return LoadedDraft(loaded.model, loaded.token_ids, head)
+
+
+def _read_head(
+    folder: Path,
+    config: HeadConfig,
+    tensors: dict[str, Tensor],
+    draft: DraftConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CorrectionHead:
+    try:
+        head = load_head(config, tensors, draft.architecture.hidden_size, dtype)
+    except KeyError as error:
+        raise UnsupportedModel(f"{folder}/model.safetensors lacks {error.args[0]!r}") from error
+    except ValueError as error:
+        raise UnsupportedModel(f"{folder}/model.safetensors does not fit its config.json: {error}") from error
+    return head.to(device).requires_grad_(False).eval()
+
+
+def _token_ids(tensors: dict[str, Tensor]) -> Tensor | None:
+    """The draft vocabulary that a checkpoint's `d2t` offsets name; None without them."""
     offsets = tensors.get("d2t")
-    token_ids = None if offsets is None else torch.arange(offsets.numel()) + offsets.long()
-    return LoadedDraft(model.to(device).requires_grad_(False).eval(), token_ids)
+    return None if offsets is None else torch.arange(offsets.numel()) + offsets.long()
+
+
+def head_checkpoint_config(head: HeadConfig, backbone: str) -> dict[str, Any]:
+    """`config.json` of a folder that holds only a head; `backbone` is the draft model's folder, relative to it."""
+    return with_head({"architectures": ["DFlashDraftModel"], "backbone": backbone}, head)
 
 
 def check_draft_fits(config: DraftConfig, target: Architecture) -> None:
