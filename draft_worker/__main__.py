@@ -19,6 +19,7 @@ from modeling.target import read_architecture
 from modeling.tensors import DTYPE_NAMES
 from protocol.channel import ZmqChannel
 from protocol.messages import CONTROL_MESSAGES, PEER_MESSAGES, PROTOCOL_VERSION, PeerHello
+from protocol.trace import Trace
 from protocol.worker_config import WorkerConfig
 
 logger = logging.getLogger("jetspec.drafter")
@@ -67,7 +68,8 @@ def run(config: WorkerConfig) -> None:
     peer = ZmqChannel.connect(config.peer_endpoint, config.run_id, PEER_MESSAGES)
     control = ZmqChannel.connect(config.control_endpoint, config.run_id, CONTROL_MESSAGES)
     threshold = math.log(config.cache_threshold) if config.cache_threshold else None
-    with peer, control:
+    trace = Trace(None if config.trace_path is None else Path(config.trace_path), "drafter")
+    with peer, control, trace:
         DraftWorker(
             networks,
             limits,
@@ -77,6 +79,7 @@ def run(config: WorkerConfig) -> None:
             threshold,
             peer,
             control,
+            trace,
         ).run()
 
 

@@ -15,6 +15,7 @@ from draft_worker.networks import DraftNetworks
 from draft_worker.refinement import begin, refine, refresh
 from draft_worker.round import REFRESH_SLOTS
 from draft_worker.sequence import DraftSequence, new_memory
+from protocol.trace import NO_TRACE, WORK_TRACK, Detail, Trace
 
 Phase = Literal["install", "foresight", "draft", "refresh", "refine", "push"]
 PHASES: tuple[Phase, ...] = ("install", "foresight", "draft", "refresh", "refine", "push")
@@ -27,19 +28,27 @@ NO_TIMES = PhaseTimes(foresight_s=0.0, pass_s=0.0, refresh_s=0.0, host_s=0.0)
 
 @dataclass
 class PhaseClock:
-    """Seconds and runs by phase since the start."""
+    """Seconds and runs by phase since the start; each run also goes to the trace."""
 
+    trace: Trace = NO_TRACE
     total_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     count: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
     @contextmanager
-    def measure(self, phase: str) -> Iterator[None]:
+    def measure(self, phase: str, shown_as: str | None = None, **details: Detail) -> Iterator[None]:
         """Time one run of a phase."""
         started = time.perf_counter()
         yield
+        ended = time.perf_counter()
         name = cast(Phase, phase)
-        self.total_s[name] += time.perf_counter() - started
+        self.total_s[name] += ended - started
         self.count[name] += 1
+        self.trace.complete(shown_as or phase, started, ended, WORK_TRACK, **details)
+
+
+def shown_phase(phase: str, version: int) -> str:
+    """A phase of a round as the paper calls it: J0, J1, ...; `version` counts the passes before it."""
+    return f"J{version}" if phase in ("draft", "refine") else phase
 
 
 def measure_phases(

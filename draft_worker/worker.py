@@ -18,7 +18,7 @@ from draft_worker.inbox import OutcomeArrival, OutcomeInbox
 from draft_worker.networks import DraftNetworks
 from draft_worker.round import DraftBlock, DraftRound, SelectionRule, fallback_block, unknown_block
 from draft_worker.sequence import DraftSequence, SequenceMemory, new_memory
-from draft_worker.timing import PHASES, PhaseClock, PlanChooser
+from draft_worker.timing import PHASES, PhaseClock, PlanChooser, shown_phase
 from modeling.tensors import from_bytes
 from protocol.channel import Channel, wait_any
 from protocol.frames import Received, TensorFrame
@@ -41,6 +41,7 @@ from protocol.messages import (
     PhaseTiming,
     Stop,
 )
+from protocol.trace import NO_TRACE, Trace
 
 logger = logging.getLogger("jetspec.drafter")
 
@@ -99,6 +100,7 @@ class DraftWorker:
         threshold: float | None,
         peer: Channel[PeerMessage],
         control: Channel[ControlMessage] | None,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self._networks = networks
         self._limits = limits
@@ -110,7 +112,7 @@ class DraftWorker:
         self._control = control
         self._memories: dict[int, SequenceMemory] = {}
         self._sequences: dict[int, DraftedSequence] = {}
-        self._clock = PhaseClock()
+        self._clock = PhaseClock(trace)
         self._is_accepted = False
         self._is_announced = False
         self._is_stopping = False
@@ -233,7 +235,7 @@ class DraftWorker:
     def _install(self, state: DraftedSequence, frames: tuple[TensorFrame, ...] | list[TensorFrame]) -> None:
         device, dtype = self._networks.device, self._networks.dtype
         taps, decoder_kv = (from_bytes(frame.dtype, frame.shape, frame.data, device).to(dtype) for frame in frames)
-        with self._clock.measure("install"):
+        with self._clock.measure("install", sequence=state.sequence_id):
             state.sequence.install(taps, decoder_kv)
 
     def _absorb(self, state: DraftedSequence, arrival: OutcomeArrival) -> None:
@@ -255,7 +257,7 @@ class DraftWorker:
                 self._install(state, arrival.frames)
             else:
                 self._install(state, arrival.frames)
-                with self._clock.measure("draft"):
+                with self._clock.measure("draft", "fallback", sequence=state.sequence_id, round=message.round + 1):
                     block = fallback_block(state.sequence, self._limits.num_draft_tokens, state.generator)
                 self._answer(state, message, block, is_late_hit=False)
             state.block_started_at = time.perf_counter()
@@ -283,7 +285,7 @@ class DraftWorker:
         state.remembered = {}
 
     def _answer(self, state: DraftedSequence, message: OutcomeRows, block: DraftBlock, *, is_late_hit: bool) -> None:
-        with self._clock.measure("push"):
+        with self._clock.measure("push", sequence=state.sequence_id):
             self._peer.send(
                 Block(
                     sequence_id=state.sequence_id,
@@ -317,7 +319,8 @@ class DraftWorker:
         assert state.steps is not None and state.next_phase is not None and state.round is not None
         version, phase = state.round.version, state.next_phase
         started = time.perf_counter()
-        with self._clock.measure(phase):
+        round_number = state.inbox.next_round
+        with self._clock.measure(phase, shown_phase(phase, version), sequence=state.sequence_id, round=round_number):
             state.next_phase = next(state.steps, None)
         self._chooser.observe_phase(phase, time.perf_counter() - started, state.round.plan.cache_size)
         state.num_steps += 1
@@ -331,7 +334,7 @@ class DraftWorker:
             entries.append(
                 CacheEntry(num_accepted=entry.num_accepted, anchor=entry.anchor, drafts=list(entry.block.token_ids))
             )
-        with self._clock.measure("push"):
+        with self._clock.measure("push", sequence=state.sequence_id):
             self._peer.send(
                 CachePush(
                     sequence_id=state.sequence_id,

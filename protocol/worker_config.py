@@ -32,6 +32,7 @@ class WorkerConfig(BaseModel):
     device_draft: str = "cpu"
     core_verify: _Count | None = None
     core_draft: _Count | None = None
+    verify_threads: _PositiveCount = 1
     max_model_len: _PositiveCount | None = None
     max_num_seqs: _PositiveCount = 4
     num_draft_tokens: _PositiveCount = 4
@@ -45,6 +46,7 @@ class WorkerConfig(BaseModel):
     control_endpoint: str
     peer_endpoint: str
     log_level: LogLevel = "info"
+    trace_path: str | None = None
     parent_pid: _PositiveCount
 
     @classmethod

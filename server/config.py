@@ -136,12 +136,14 @@ class ServeConfig:
     draft_device: str = setting("cpu", _text, "device of the drafter")
     verify_core: CoreChoice = setting("auto", _core, "CPU core of the verifier: a number, auto or none")
     draft_core: CoreChoice = setting("auto", _core, "CPU core of the drafter: a number, auto or none")
+    verify_threads: int = setting(1, _integer(1, 256), "CPU threads of the verifier; more than one are not pinned")
     seed: int | None = setting(None, _integer(0, 2**63 - 1), "makes the seeds of unseeded requests repeatable")
     strict_params: bool = setting(False, _switch, "answer 400 to unknown request fields instead of a warning")
     max_body_bytes: int = setting(4 * 1024 * 1024, _integer(1024, 2**31 - 1), "largest request body")
     shutdown_timeout: float = setting(30.0, _number(0.0, 3600.0), "seconds running requests get after SIGTERM")
     startup_timeout: float = setting(900.0, _number(1.0, 86400.0), "seconds the workers may take to load")
     watchdog_timeout: float = setting(30.0, _number(0.1, 3600.0), "seconds without progress before a worker is stuck")
+    trace_dir: str | None = setting(None, _text, "folder for a trace of every round (Chrome trace events)")
     log_level: LogLevelChoice = setting("info", _one_of(*get_args(LogLevelChoice)), "how much is logged")
 
     def __post_init__(self) -> None:
@@ -150,6 +152,8 @@ class ServeConfig:
             raise ConfigError("--draft-model: the method ar uses no draft model")
         if both_pinned and self.verify_core == self.draft_core:
             raise ConfigError("--draft-core: must differ from --verify-core")
+        if isinstance(self.verify_core, int) and self.verify_threads > 1:
+            raise ConfigError("--verify-core: several --verify-threads do not fit on one core; choose none")
 
 
 def flag_of(name: str) -> str:
@@ -202,7 +206,10 @@ class PinnedCores:
 
 
 def choose_cores(config: ServeConfig, allowed: Sequence[int] | None = None) -> PinnedCores:
-    """Default: the first and the second core this process may use, when there are two and the device is the CPU."""
+    """Default: the first and the second core this process may use, when there are two and the device is the CPU.
+
+    A verifier with several threads is left to the operating system; the drafter then gets the core after so many.
+    """
     cores = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     for name, choice in (("verify_core", config.verify_core), ("draft_core", config.draft_core)):
         if isinstance(choice, int) and choice not in cores:
@@ -214,5 +221,8 @@ def choose_cores(config: ServeConfig, allowed: Sequence[int] | None = None) -> P
             return choice
         return free.pop(0) if choice == "auto" and device == "cpu" and len(cores) >= 2 and free else None
 
+    if config.verify_threads > 1:
+        free = free[config.verify_threads :]
+        return PinnedCores(verify=None, draft=resolve(config.draft_core, config.draft_device))
     verify = resolve(config.verify_core, config.verify_device)
     return PinnedCores(verify=verify, draft=resolve(config.draft_core, config.draft_device))

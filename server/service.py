@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 from protocol.channel import AsyncZmqChannel, ipc_endpoint, runtime_directory
 from protocol.errors import EndpointError
 from protocol.messages import CONTROL_MESSAGES, FRONTEND_MESSAGES, VerifierReady
+from protocol.trace import TraceFileError, create_trace_file, finish_trace_file
 from protocol.worker_config import WorkerConfig
 from server.config import DEMO_MODEL, ConfigError, PinnedCores, ServeConfig, choose_cores
 from server.engine import Engine
@@ -103,10 +105,10 @@ async def open_service(
         drafter = _draft_paths(config)
     except (ConfigError, ModelError, TokenizerError) as error:
         raise StartupError(str(error)) from None
-    with _directory_of_run() as directory:
-        run_id = uuid.uuid4().hex
+    run_id = uuid.uuid4().hex
+    with _directory_of_run() as directory, _trace_of_run(config.trace_dir, run_id) as trace:
         endpoints = _endpoints(directory)
-        worker_config = _worker_config(config, resolved, drafter, cores, run_id, endpoints)
+        worker_config = _worker_config(config, resolved, drafter, cores, run_id, endpoints, trace)
         config_path = _write_config(directory, worker_config)
         frontend = AsyncZmqChannel.bind(endpoints.frontend, run_id, FRONTEND_MESSAGES)
         control = AsyncZmqChannel.bind(endpoints.control, run_id, CONTROL_MESSAGES)
@@ -155,6 +157,26 @@ def _directory_of_run() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+@contextmanager
+def _trace_of_run(folder: str | None, run_id: str) -> Iterator[Path | None]:
+    """The file both workers write their rounds to, if asked for; raises `StartupError` where it cannot be made."""
+    if folder is None:
+        yield None
+        return
+    try:
+        path = create_trace_file(
+            Path(folder).expanduser().resolve(), f"trace-{time.strftime('%Y%m%d-%H%M%S')}-{run_id[:6]}"
+        )
+    except TraceFileError as error:
+        raise StartupError(f"--trace-dir: {error}") from None
+    logger.info("rounds are traced in %s", path)
+    try:
+        yield path
+    finally:
+        with suppress(OSError):
+            finish_trace_file(path)
+
+
 def _endpoints(directory: Path) -> Endpoints:
     try:
         return Endpoints(*(ipc_endpoint(directory, name) for name in ("frontend", "control", "peer")))
@@ -169,6 +191,7 @@ def _worker_config(
     cores: PinnedCores,
     run_id: str,
     endpoints: Endpoints,
+    trace: Path | None,
 ) -> WorkerConfig:
     return WorkerConfig(
         run_id=run_id,
@@ -182,6 +205,7 @@ def _worker_config(
         device_draft=config.draft_device,
         core_verify=cores.verify,
         core_draft=cores.draft,
+        verify_threads=config.verify_threads,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         num_draft_tokens=config.num_speculative_tokens,
@@ -195,6 +219,7 @@ def _worker_config(
         control_endpoint=endpoints.control,
         peer_endpoint=endpoints.peer,
         log_level=config.log_level,
+        trace_path=_text(trace),
         parent_pid=os.getpid(),
     )
 

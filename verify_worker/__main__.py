@@ -17,6 +17,7 @@ from modeling.target import TargetRunner, load_target
 from modeling.tensors import DTYPE_NAMES
 from protocol.channel import ZmqChannel
 from protocol.messages import FRONTEND_MESSAGES, PEER_MESSAGES, PROTOCOL_VERSION, PeerHello
+from protocol.trace import Trace
 from protocol.worker_config import WorkerConfig
 from verify_worker.verifier import Verifier
 from verify_worker.worker import VerifierSettings, VerifyWorker
@@ -67,9 +68,10 @@ def run(config: WorkerConfig) -> None:
     )
     peer = ZmqChannel.bind(config.peer_endpoint, config.run_id, PEER_MESSAGES)
     frontend = ZmqChannel.connect(config.frontend_endpoint, config.run_id, FRONTEND_MESSAGES)
-    with peer, frontend:
+    trace = Trace(None if config.trace_path is None else Path(config.trace_path), "verifier")
+    with peer, frontend, trace:
         verifier = Verifier(runner, policy, decoder_layers[0] if decoder_layers else shape.num_layers)
-        VerifyWorker(runner, verifier, settings, hello, frontend, peer).run()
+        VerifyWorker(runner, verifier, settings, hello, frontend, peer, trace).run()
 
 
 def main() -> int:
@@ -79,7 +81,7 @@ def main() -> int:
     config = WorkerConfig.from_json(parser.parse_args().config.read_text(encoding="utf-8"))
     logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr, format="%(levelname)s %(message)s")
     die_with_parent(config.parent_pid)
-    pin(config.core_verify)
+    pin(config.core_verify, config.verify_threads)
     try:
         run(config)
     except UnsupportedModel as error:

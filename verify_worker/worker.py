@@ -42,8 +42,10 @@ from protocol.messages import (
     VerifierReady,
     VerifierStatus,
 )
+from protocol.trace import NO_TRACE, Trace
 from verify_worker.handshake import difference
 from verify_worker.sequence import Request, Sequence, Stage
+from verify_worker.tracing import trace_prefill, trace_round
 from verify_worker.verifier import Verification, Verifier, without_drafts
 
 logger = logging.getLogger("jetspec.verifier")
@@ -91,6 +93,7 @@ class VerifyWorker:
         hello: PeerHello | None,
         frontend: Channel[FrontendMessage],
         peer: Channel[PeerMessage],
+        trace: Trace = NO_TRACE,
     ) -> None:
         self._runner = runner
         self._verifier = verifier
@@ -98,6 +101,7 @@ class VerifyWorker:
         self._hello = hello
         self._frontend = frontend
         self._peer = peer
+        self._trace = trace
         self._waiting: deque[tuple[Request, float]] = deque()
         self._running: dict[int, Sequence] = {}
         self._caches: list[KeyValueCache] = []
@@ -312,6 +316,7 @@ class VerifyWorker:
         is_last = sequence.num_rows == sequence.num_prompt_tokens
         self._send_context(sequence, start, taps, sequence.num_rows - is_last)
         self._num_rounds += 1
+        trace_prefill(self._trace, sequence, start, started)
         if is_last:
             outcome = self._verifier.first_token(sequence)
             sequence.prefilled_at = sequence.verified_at = time.perf_counter()
@@ -344,6 +349,7 @@ class VerifyWorker:
         self._receive_pushes()
         for sequence, verification in zip(ready, verifications, strict=True):
             exposed_s = max(0.0, started - sequence.verified_at)
+            trace_round(self._trace, sequence, verification.outcome, started, finished)
             sequence.verified_at = finished
             self._conclude(sequence, verification, sequence.source, finished - started, exposed_s)
         self._num_rounds += 1

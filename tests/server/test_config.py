@@ -53,6 +53,7 @@ def test_values_are_read() -> None:
         (["--served-model-name", "a,,b"], "--served-model-name"),
         (["--model", ""], "--model"),
         (["--verify-core", "1", "--draft-core", "1"], "--draft-core"),
+        (["--verify-core", "1", "--verify-threads", "2"], "--verify-core"),
         (["--method", "ar", "--draft-model", "x"], "--draft-model"),
         (["--nonsense", "1"], "--nonsense"),
     ],
@@ -73,6 +74,8 @@ def test_cores() -> None:
     assert choose_cores(ServeConfig(verify_device="cuda:0"), [0, 1]) == cores(None, 0)
     assert choose_cores(ServeConfig(draft_core=0), [0, 1]) == cores(1, 0)
     assert choose_cores(ServeConfig(verify_core="none", draft_core="none"), [0, 1]) == cores(None, None)
+    assert choose_cores(ServeConfig(verify_threads=2), [3, 5, 7]) == cores(None, 7)
+    assert choose_cores(ServeConfig(verify_threads=2), [3, 5]) == cores(None, None)
     with pytest.raises(ConfigError, match="--verify-core"):
         choose_cores(ServeConfig(verify_core=9), [0, 1])
 

@@ -1,6 +1,7 @@
 """The whole server process, with uvicorn and with fake workers as processes: signals, losses, departures."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -221,6 +222,19 @@ async def test_autoregressive_method_has_no_drafter(start: ProcessFactory) -> No
         health = (await server.client.get("/health")).json()
         assert health == {"status": "ok", "drafter_up": False, "draining": False}
         assert not server.logged("fake drafter")
+
+
+async def test_traces_are_closed_at_the_end(start: ProcessFactory, tmp_path: Path) -> None:
+    async with start("--trace-dir", str(tmp_path / "traces")) as server:
+        await server.wait_until_ready()
+        (trace,) = (tmp_path / "traces").glob("trace-*.json")
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.exit_status() == 0
+        assert json.loads(trace.read_text()) == []  # the fake workers write nothing
+    (tmp_path / "file").touch()
+    async with start("--trace-dir", str(tmp_path / "file")) as server:
+        assert await server.exit_status() == 1
+        await server.wait_for(lambda: server.logged("--trace-dir: "))
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -43,6 +44,7 @@ from protocol.messages import (
     VerifierReady,
     VerifierStatus,
 )
+from protocol.trace import Trace, TraceProcess
 from tests.tiny.models import NUM_LAYERS, TAP_LAYERS, VOCAB_SIZE, DraftKind, TargetKind, TinyModels
 from verify_worker.sequence import Sequence as RunningSequence
 from verify_worker.verifier import Verification, Verifier
@@ -194,6 +196,7 @@ class EngineOptions:
     fallback_timeout_s: float = 5.0
     faults: FaultPlan = NO_FAULTS
     accepts_drafters: bool = True
+    trace_path: Path | None = None
 
 
 class Engine:
@@ -211,6 +214,7 @@ class Engine:
         self.drafter_channel: RecordingChannel | None = None
         self._threads: list[threading.Thread] = []
         self._drafters: list[Drafter] = []
+        self._traces: list[Trace] = []
         sizes = self.options
         runner = models.runner(target, sizes.dtype, sizes.max_model_len + sizes.num_draft_tokens + 1)
         policy = choose_policy(runner, sizes.num_draft_tokens, sizes.max_num_seqs)
@@ -232,6 +236,7 @@ class Engine:
             self.hello("verifier", 1) if sizes.accepts_drafters else None,
             worker_end,
             self.peer,
+            self._new_trace("verifier", 1),
         )
 
     def __enter__(self) -> Self:
@@ -246,6 +251,8 @@ class Engine:
         for thread in self._threads:
             thread.join(WAIT_S)
             assert not thread.is_alive(), "a worker did not stop"
+        for written in self._traces:
+            written.close()
         if self.errors and error is None:
             raise self.errors[0]
 
@@ -302,7 +309,8 @@ class Engine:
 
         def make(channel: RecordingChannel, hello: PeerHello) -> DraftWorker:
             chooser = PlanChooser({cache_size: NO_TIMES}, cache_size, passes, refreshes)
-            return DraftWorker(networks, limits, hello, chooser, calibration, None, channel, None)
+            trace = self._new_trace("drafter", pid)
+            return DraftWorker(networks, limits, hello, chooser, calibration, None, channel, None, trace)
 
         drafter = self.attach(make, pid)
         assert isinstance(drafter, DraftWorker)
@@ -415,6 +423,10 @@ class Engine:
                 self.rejections.append(reason)
             case _:
                 raise AssertionError(f"a verifier does not send {message.kind}")
+
+    def _new_trace(self, process: TraceProcess, pid: int) -> Trace:
+        self._traces.append(Trace(self.options.trace_path, process, pid))
+        return self._traces[-1]
 
     def _num_answers(self) -> int:
         return sum(isinstance(record.message, PeerAccepted | PeerRejected) for record in self.peer.sent)
