@@ -14,6 +14,7 @@ from draft_worker.networks import load_networks
 from draft_worker.timing import NO_TIMES, PlanChooser, measure_phases
 from draft_worker.worker import DrafterLimits, DrafterRefused, DraftWorker
 from modeling.architecture import UnsupportedModel
+from modeling.kernels.int8 import choose_quantization
 from modeling.runtime import choose_dtype, die_with_parent, model_fingerprint, pin
 from modeling.target import read_architecture
 from modeling.tensors import DTYPE_NAMES
@@ -44,6 +45,7 @@ def run(config: WorkerConfig) -> None:
         dtype,
         device,
         limits.num_positions,
+        choose_quantization(config.draft_quantization, device),
     )
     calibration = None
     if config.calibration_path is not None:

@@ -12,6 +12,7 @@ from modeling.adapter import Adapter, check_adapter_fits, load_adapter
 from modeling.architecture import Architecture
 from modeling.decoder import Decoder
 from modeling.draft_model import DraftConfig, DraftModel, check_draft_fits, load_draft_model
+from modeling.kernels.int8 import Quantization
 from modeling.layers import RotaryTable
 from modeling.target import Target, load_target
 from modeling.vocabulary import DraftHead
@@ -57,10 +58,15 @@ class DraftNetworks:
 
 
 def assemble(
-    target: Target, model: DraftModel, token_ids: Tensor | None, adapter: Adapter | None, num_positions: int
+    target: Target,
+    model: DraftModel,
+    token_ids: Tensor | None,
+    adapter: Adapter | None,
+    num_positions: int,
+    quantization: Quantization = "none",
 ) -> DraftNetworks:
     """Put loaded parts together and freeze them for inference; `target` needs its embedding, head, norm and the
-    layers above the deepest tap only.
+    layers above the deepest tap only. Its layers are packed: quantised, it verifies no more.
 
     Raises `UnsupportedModel` naming what does not fit.
     """
@@ -68,14 +74,14 @@ def assemble(
     check_draft_fits(model.config, shape)
     if adapter is not None:
         check_adapter_fits(adapter.config, model.config.tap_layers, shape)
-    head = DraftHead(target.head, token_ids, packed=True)
+    head = DraftHead(target.head, token_ids, packed=True, quantization=quantization)
     first = model.config.tap_layers[-1] + 1
     layers = tuple(target.layer(index) for index in range(first, shape.num_layers))
     for layer in layers:
-        layer.pack()
-    model.pack()
+        layer.pack(quantization)
+    model.pack(quantization)
     if adapter is not None:
-        adapter.pack()
+        adapter.pack(quantization)
     return DraftNetworks(
         model=model,
         adapter=adapter,
@@ -96,9 +102,10 @@ def load_networks(
     dtype: torch.dtype,
     device: torch.device,
     num_positions: int,
+    quantization: Quantization = "none",
 ) -> DraftNetworks:
     """Load everything a drafter needs; of the target only what it uses. Raises `UnsupportedModel`."""
     loaded = load_draft_model(draft_folder, dtype, device)
     target = load_target(target_folder, dtype, device, loaded.model.config.tap_layers[-1] + 1)
     adapter = None if adapter_folder is None else load_adapter(adapter_folder, dtype, device)
-    return assemble(target, loaded.model, loaded.token_ids, adapter, num_positions)
+    return assemble(target, loaded.model, loaded.token_ids, adapter, num_positions, quantization)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -17,6 +18,7 @@ from evaluation.prompts import PromptFileError, load_prompts
 from evaluation.texts import TargetText, write_texts
 from modeling.architecture import UnsupportedModel
 from modeling.chat import ChatFormat, load_chat_format
+from modeling.kernels.int8 import QuantizationChoice, choose_quantization
 from modeling.runtime import choose_dtype, pin
 from modeling.target import TargetRunner, load_target
 
@@ -45,6 +47,12 @@ def build_parser() -> argparse.ArgumentParser:
     acceptance.add_argument("--num-speculative-tokens", type=int, default=8)
     acceptance.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     acceptance.add_argument("--device", default="cpu")
+    acceptance.add_argument(
+        "--draft-quantization",
+        default="auto",
+        choices=get_args(QuantizationChoice),
+        help="weights of the drafting networks: int8, none, or auto as the server does (default: auto)",
+    )
     acceptance.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
     return parser
 
@@ -78,8 +86,9 @@ def _acceptance(parsed: argparse.Namespace) -> int:
         calibration = Calibration.from_json(calibration_path.read_text(encoding="utf-8"))
     device = torch.device(parsed.device)
     dtype = choose_dtype(parsed.dtype, device)
+    quantization = choose_quantization(parsed.draft_quantization, device)
     chat = load_chat_format(folder)
-    networks = load_networks(folder, draft, adapter, dtype, device, 2048)
+    networks = load_networks(folder, draft, adapter, dtype, device, 2048, quantization)
     target = load_target(folder, dtype, device)
     runner = TargetRunner(target, networks.config.tap_layers, min(2048, target.architecture.max_positions))
     rows: list[Row] = []

@@ -23,6 +23,7 @@ from modeling.architecture import (
     read_json,
 )
 from modeling.draft_model import read_tensors
+from modeling.kernels.int8 import Quantization
 from modeling.layers import DecoderLayer, Heads, Rotary, layer_tensors, load_layer
 
 
@@ -63,10 +64,10 @@ class Adapter(nn.Module):
                 assert isinstance(layer, DecoderLayer)
                 yield AdapterLayer(layer, tap, index == len(stack) - 1)
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Freeze the adapter for inference in the layout of the row-independent kernel, where there is one."""
         for placed in self.placed_layers():
-            placed.layer.pack()
+            placed.layer.pack(quantization)
 
     @property
     def num_layers(self) -> int:

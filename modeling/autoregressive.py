@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from modeling.architecture import Architecture, UnsupportedModel, architecture_from_config, config_fields, read_json
 from modeling.cache import KeyMask, KeyValueCache, bucket
 from modeling.draft_model import read_tensors
+from modeling.kernels.int8 import Quantization
 from modeling.layers import DecoderLayer, Heads, RotaryTable, fill_parameter, layer_tensors, load_layer, rms_norm
 from modeling.target import Target, load_target, read_architecture
 from modeling.vocabulary import DraftHead
@@ -49,10 +50,10 @@ class CausalStack(nn.Module):
         """Final norm; its rows go to the head."""
         return rms_norm(hidden, self.norm, self.architecture.rms_eps)
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Freeze the layers for inference in the layout of the row-independent kernel, where there is one."""
         for layer in self.decoder_layers():
-            layer.pack()
+            layer.pack(quantization)
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ class AutoregressiveModel:
 class AutoregressiveRunner:
     """Runs a frozen drafter over rows of a static cache; packs its layers."""
 
-    def __init__(self, model: AutoregressiveModel, num_positions: int) -> None:
+    def __init__(self, model: AutoregressiveModel, num_positions: int, quantization: Quantization = "none") -> None:
         self._stack = model.stack
-        self._stack.pack()
+        self._stack.pack(quantization)
         self._layers = tuple(self._stack.decoder_layers())
         self._embedding = model.embedding
-        self.head = DraftHead(model.head, model.token_ids, packed=True)
+        self.head = DraftHead(model.head, model.token_ids, packed=True, quantization=quantization)
         self.num_positions = num_positions
         self.rotary = RotaryTable(self.architecture, num_positions, self.dtype, self.device)
 

@@ -24,6 +24,7 @@ from modeling.architecture import (
     read_json,
 )
 from modeling.heads import CorrectionHead, HeadConfig, head_config_from_json, load_head, with_head
+from modeling.kernels.int8 import Quantization
 from modeling.kernels.packed import PackedWeight, can_pack, linear, pack_parameters, unpacked
 from modeling.layers import DecoderLayer, Heads, Rotary, fill_parameter, layer_tensors, load_layer, rms_norm
 
@@ -124,12 +125,12 @@ class DraftModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(shape, dtype) for _ in range(shape.num_layers))
         self.norm = nn.Parameter(torch.ones(width, dtype=dtype))
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Freeze the model for inference in the layout of the row-independent kernel, where there is one."""
         for layer in self.decoder_layers():
-            layer.pack()
+            layer.pack(quantization)
         if isinstance(self.fc, nn.Parameter) and can_pack(self.fc):
-            pack_parameters(self, ("fc",))
+            pack_parameters(self, ("fc",), quantization)
 
     def decoder_layers(self) -> Iterable[DecoderLayer]:
         for layer in self.layers:

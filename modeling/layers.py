@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from modeling.architecture import Architecture, inverse_frequencies
 from modeling.kernels.fused import FusedLayer, LayerParts
+from modeling.kernels.int8 import Quantization
 from modeling.kernels.packed import PackedWeight, Weight, can_pack, linear, pack, pack_parameters, unpacked
 
 
@@ -197,14 +198,14 @@ class DecoderLayer(nn.Module):
         num_kv_heads = self.architecture.num_kv_heads
         return Heads(*turned.split((num_heads, num_kv_heads, num_kv_heads), dim=1))
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Freeze the layer for inference on the row-independent kernels, where there are some; rows are flat then."""
         if isinstance(self.qkv, PackedWeight) or not can_pack(self.qkv):
             return
         kv = self.qkv[self.architecture.query_width :]
-        pack_parameters(self, ("qkv", "out", "gate_up", "down"))
+        pack_parameters(self, ("qkv", "out", "gate_up", "down"), quantization)
         assert isinstance(self.qkv, PackedWeight), "packing replaces the parameter"
-        self.fused = self._fuse(self.qkv, self.qkv.rows_from(self.architecture.query_width) or pack(kv))
+        self.fused = self._fuse(self.qkv, self.qkv.rows_from(self.architecture.query_width) or pack(kv, quantization))
 
     def _fuse(self, qkv: PackedWeight, kv: PackedWeight) -> "FusedHalves":
         shape = self.architecture

@@ -7,14 +7,22 @@ head.
 import torch
 from torch import Tensor
 
+from modeling.kernels.int8 import Quantization
 from modeling.kernels.packed import Weight, can_pack, linear, pack
 
 
 class DraftHead:
     """Rows of the target's head for `token_ids` [W]; column c stands for token `token_ids[c]`. `packed`: for
-    inference."""
+    inference, `quantization`: how it is packed."""
 
-    def __init__(self, weight: Tensor, token_ids: Tensor | None, *, packed: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        token_ids: Tensor | None,
+        *,
+        packed: bool = False,
+        quantization: Quantization = "none",
+    ) -> None:
         vocab_size = weight.shape[0]
         if token_ids is None:
             token_ids = torch.arange(vocab_size)
@@ -24,7 +32,7 @@ class DraftHead:
             raise ValueError("draft vocabulary names a token twice")
         self.is_full = torch.equal(token_ids.cpu(), torch.arange(vocab_size))
         rows = weight if self.is_full else weight[token_ids].contiguous()
-        self.weight: Weight = pack(rows) if packed and can_pack(rows) else rows
+        self.weight: Weight = pack(rows, quantization) if packed and can_pack(rows) else rows
         self.token_ids = token_ids.to(weight.device)
         self.columns = torch.full((vocab_size,), -1, dtype=torch.long, device=weight.device)
         self.columns[self.token_ids] = torch.arange(token_ids.numel(), device=weight.device)

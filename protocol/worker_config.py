@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 MethodName = Literal["jetspec++", "ar"]
+DraftQuantization = Literal["auto", "none", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _Count = Annotated[int, Field(ge=0)]
@@ -28,6 +29,7 @@ class WorkerConfig(BaseModel):
     calibration_path: str | None = None
     method: MethodName = "jetspec++"
     dtype: DtypeName = "auto"
+    draft_quantization: DraftQuantization = "auto"
     device_verify: str = "cpu"
     device_draft: str = "cpu"
     core_verify: _Count | None = None

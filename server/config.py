@@ -18,6 +18,7 @@ ENVIRONMENT_PREFIX = "JETSPEC_"
 CoreChoice = int | Literal["auto", "none"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 MethodChoice = Literal["jetspec++", "ar"]
+QuantizationChoice = Literal["auto", "none", "int8"]
 LogLevelChoice = Literal["debug", "info", "warning", "error"]
 
 
@@ -124,6 +125,9 @@ class ServeConfig:
     draft_model: str | None = setting(None, _text, "folder of the draft model")
     adapter: str | None = setting(None, _text, "file or folder of the adapter")
     calibration: str | None = setting(None, _text, "JSON file of the score calibration")
+    draft_quantization: QuantizationChoice = setting(
+        "auto", _one_of(*get_args(QuantizationChoice)), "weights of the drafting networks: int8 where the CPU has VNNI"
+    )
     method: MethodChoice = setting("jetspec++", _one_of(*get_args(MethodChoice)), "decoding method")
     num_speculative_tokens: int = setting(4, _integer(1, 63), "draft tokens in a block")
     cache_size: int | None = setting(None, _integer_or_auto(1, 256), "outcomes drafted ahead per round, or auto")

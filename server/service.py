@@ -201,6 +201,7 @@ def _worker_config(
         calibration_path=_text(drafter.calibration),
         method=config.method,
         dtype=config.dtype,
+        draft_quantization=config.draft_quantization,
         device_verify=config.verify_device,
         device_draft=config.draft_device,
         core_verify=cores.verify,

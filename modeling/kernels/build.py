@@ -19,10 +19,13 @@ import torch
 logger = logging.getLogger("jetspec.kernels")
 
 SOURCE = Path(__file__).with_name("linear.c")
-PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("layer_body", "attention", "attention_body")))
+PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("layer_body", "int8", "attention", "attention_body")))
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
 NEEDED_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl")
 COMPILE_LIMIT_S = 120
+
+PANEL = 32
+"""Outputs of a packed weight that lie side by side, as linear.c reads them."""
 
 
 def cache_folder() -> Path:
@@ -73,17 +76,17 @@ def _compiled(cpu_name: str) -> Path:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_long
-    for name in ("jetspec_linear_bf16", "jetspec_linear_fp32"):
-        function = getattr(library, name)
-        function.argtypes = [pointer, number, number, pointer, number, pointer, number]
-        function.restype = ctypes.c_int
-    for suffix in ("bf16", "fp32"):
-        project, finish = getattr(library, f"jetspec_project_{suffix}"), getattr(library, f"jetspec_finish_{suffix}")
-        attend = getattr(library, f"jetspec_attend_{suffix}")
+    has_int8 = hasattr(library, "jetspec_linear_fp32_int8")  # compiled in where the CPU has VNNI
+    for kernel in ("bf16", "fp32", *(("bf16_int8", "fp32_int8") if has_int8 else ())):
+        product = getattr(library, f"jetspec_linear_{kernel}")
+        project, finish = getattr(library, f"jetspec_project_{kernel}"), getattr(library, f"jetspec_finish_{kernel}")
+        product.argtypes = [pointer, number, number, pointer, number, pointer, number]
         project.argtypes = [pointer, pointer, number, pointer, pointer, pointer]
         finish.argtypes = [pointer, pointer, pointer, number, pointer]
+        product.restype = project.restype = finish.restype = ctypes.c_int
+    for attend in (library.jetspec_attend_bf16, library.jetspec_attend_fp32):
         attend.argtypes = [pointer, pointer, pointer, number, number, pointer]
-        project.restype = finish.restype = attend.restype = ctypes.c_int
+        attend.restype = ctypes.c_int
     library.jetspec_pack_mask.argtypes = [pointer, number, number, pointer]
     library.jetspec_store.argtypes = [pointer, number, number, pointer, number, pointer, number]
     library.jetspec_pack_mask.restype = library.jetspec_store.restype = None

@@ -65,9 +65,11 @@ class FusedLayer:
     def __init__(self, parts: LayerParts) -> None:
         library = load_kernels()
         assert library is not None, "a layer is fused only where the kernel exists"
-        suffix = "bf16" if parts.qkv.dtype == torch.bfloat16 else "fp32"
-        self._project = getattr(library, f"jetspec_project_{suffix}")
-        self._finish = getattr(library, f"jetspec_finish_{suffix}")
+        kernel = parts.qkv.kernel
+        matrices = (parts.out, parts.gate_up, parts.down)
+        assert all(part is None or part.kernel == kernel for part in matrices), "a layer's matrices share their layout"
+        self._project = getattr(library, f"jetspec_project_{kernel}")
+        self._finish = getattr(library, f"jetspec_finish_{kernel}")
         self._parts = parts  # keeps the tensors alive
         self._dtype = parts.qkv.dtype
         self._weights = _LayerWeights(

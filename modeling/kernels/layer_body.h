@@ -1,7 +1,7 @@
 /* The two halves of a decoder layer around attention, for one element type; included once per type by linear.c.
  *
- * Expects TYPE, NAME(x), WIDEN(v) -> float, NARROW_ROW(to, from, count) and PRODUCT, the product of fp32 rows with weights
- * of TYPE that gives fp32. Inside a half everything stays fp32; rows are independent and every sum has one fixed order.
+ * Expects TYPE, NAME(x), WIDEN(v) -> float, NARROW_ROW(to, from, count), PRODUCT, the product of fp32 rows with packed weights
+ * that gives fp32, and ROOM, the memory it needs. Inside a half everything stays fp32; rows are independent and every sum has one fixed order.
  */
 
 static float *NAME(scratch)(long count) { return aligned_alloc(64, ((size_t)count * sizeof(float) + 63) / 64 * 64); }
@@ -30,7 +30,7 @@ int NAME(jetspec_project)(const layer_weights *w, const TYPE *hidden, long rows,
     long first = 0;
     for (; first < rows; first += MAX_ROWS * MAX_GROUPS) {
         long count = rows - first < MAX_ROWS * MAX_GROUPS ? rows - first : MAX_ROWS * MAX_GROUPS;
-        float *x = NAME(scratch)(count * w->hidden), *arranged = room_for(count, w->hidden), *y = NAME(scratch)(count * width);
+        float *x = NAME(scratch)(count * w->hidden), *arranged = ROOM(count, w->hidden), *y = NAME(scratch)(count * width);
         if (!x || !arranged || !y) {
             free(x), free(arranged), free(y);
             return 1;
@@ -69,7 +69,7 @@ int NAME(jetspec_finish)(const layer_weights *w, const TYPE *residual, const TYP
     if (inner > widest) widest = inner;
     for (long first = 0; first < rows; first += MAX_ROWS * MAX_GROUPS) {
         long count = rows - first < MAX_ROWS * MAX_GROUPS ? rows - first : MAX_ROWS * MAX_GROUPS;
-        float *x = NAME(scratch)(count * widest), *arranged = room_for(count, widest);
+        float *x = NAME(scratch)(count * widest), *arranged = ROOM(count, widest);
         float *h = NAME(scratch)(count * w->hidden), *y = NAME(scratch)(count * 2 * inner);
         if (!x || !arranged || !h || !y) {
             free(x), free(arranged), free(h), free(y);

@@ -233,22 +233,44 @@ static void narrow_row_fp32(float *to, const float *from, long count) { memcpy(t
 #include "attention.h"
 
 #define TYPE uint16_t
-#define NAME(x) x##_bf16
 #define WIDEN(value) WIDEN_BF16(value)
 #define NARROW_ROW narrow_row_bf16
+#define NAME(x) x##_bf16
 #define PRODUCT product_wide
+#define ROOM room_for
 #include "layer_body.h"
 #include "attention_body.h"
-#undef TYPE
 #undef NAME
+#undef PRODUCT
+#undef ROOM
+#ifdef __AVX512VNNI__
+#include "int8.h"
+#define NAME(x) x##_bf16_int8
+#define PRODUCT product_int8
+#define ROOM room_for_int8
+#include "layer_body.h"
+#undef NAME
+#undef PRODUCT
+#undef ROOM
+#endif
+#undef TYPE
 #undef WIDEN
 #undef NARROW_ROW
-#undef PRODUCT
 
 #define TYPE float
-#define NAME(x) x##_fp32
 #define WIDEN(value) WIDEN_FP32(value)
 #define NARROW_ROW narrow_row_fp32
+#define NAME(x) x##_fp32
 #define PRODUCT product_fp32
+#define ROOM room_for
 #include "layer_body.h"
 #include "attention_body.h"
+#undef NAME
+#undef PRODUCT
+#undef ROOM
+#ifdef __AVX512VNNI__
+#define NAME(x) x##_fp32_int8
+#define PRODUCT product_int8
+#define ROOM room_for_int8
+#include "layer_body.h"
+#endif

@@ -4,22 +4,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modeling.kernels.build import load_kernels
+from modeling.kernels.build import PANEL, load_kernels
+from modeling.kernels.int8 import Quantization, int8_panels
 
-PANEL = 32
+
+def kernel_name(dtype: torch.dtype, quantization: Quantization) -> str:
+    """What the C functions for rows of a dtype and such weights are called."""
+    name = "bf16" if dtype == torch.bfloat16 else "fp32"
+    return name if quantization == "none" else f"{name}_{quantization}"
 
 
 class PackedWeight:
-    """A frozen [outputs, depth] matrix in panels of 32 outputs; calling it maps rows [..., depth] to [..., outputs]."""
+    """A frozen [outputs, depth] matrix in panels of 32 outputs; calling it maps rows [..., depth] to [..., outputs].
 
-    def __init__(self, panels: Tensor, outputs: int, depth: int) -> None:
+    `dtype` is that of the rows; `panels` [panels, ...] hold the elements as the kernel reads them.
+    """
+
+    def __init__(self, panels: Tensor, shape: torch.Size, dtype: torch.dtype, quantization: Quantization) -> None:
         library = load_kernels()
         assert library is not None, "a weight is packed only where the kernel exists"
-        self._function = library.jetspec_linear_bf16 if panels.dtype == torch.bfloat16 else library.jetspec_linear_fp32
+        self.kernel = kernel_name(dtype, quantization)
+        self._function = getattr(library, f"jetspec_linear_{self.kernel}")
         self._panels = panels
+        self._quantization = quantization
         self.pointer = panels.data_ptr()
-        self.shape = torch.Size((outputs, depth))
-        self.dtype = panels.dtype
+        self.shape = shape
+        self.dtype = dtype
 
     def __call__(self, rows: Tensor) -> Tensor:
         outputs, depth = self.shape
@@ -37,7 +47,8 @@ class PackedWeight:
         outputs, depth = self.shape
         if start % PANEL:
             return None
-        return PackedWeight(self._panels[start // PANEL :], outputs - start, depth)
+        shape = torch.Size((outputs - start, depth))
+        return PackedWeight(self._panels[start // PANEL :], shape, self.dtype, self._quantization)
 
 
 Weight = nn.Parameter | Tensor | PackedWeight
@@ -58,14 +69,16 @@ def can_pack(weight: Tensor) -> bool:
     )
 
 
-def pack(weight: Tensor) -> PackedWeight:
-    """Lay a weight out in panels: [panels, depth, 32], bf16 outputs i and 16 + i side by side."""
+def pack(weight: Tensor, quantization: Quantization = "none") -> PackedWeight:
+    """Lay a weight out in panels: [panels, depth, 32], bf16 outputs i and 16 + i side by side, or quantise it."""
+    if quantization == "int8":
+        return PackedWeight(int8_panels(weight), weight.shape, weight.dtype, quantization)
     outputs, depth = weight.shape
     padded = F.pad(weight.detach(), (0, 0, 0, -outputs % PANEL))
     panels = padded.view(-1, PANEL, depth).transpose(1, 2)  # [panels, depth, 32]
     if weight.dtype == torch.bfloat16:
         panels = panels.reshape(-1, depth, 2, PANEL // 2).transpose(2, 3)
-    return PackedWeight(panels.contiguous(), outputs, depth)
+    return PackedWeight(panels.contiguous(), weight.shape, weight.dtype, quantization)
 
 
 def unpacked(weight: Weight) -> Tensor:
@@ -74,9 +87,9 @@ def unpacked(weight: Weight) -> Tensor:
     return weight
 
 
-def pack_parameters(module: nn.Module, names: tuple[str, ...]) -> None:
+def pack_parameters(module: nn.Module, names: tuple[str, ...], quantization: Quantization = "none") -> None:
     """Replace parameters of a module by their packed form, freeing the plain ones."""
     for name in names:
-        packed = pack(getattr(module, name))
+        packed = pack(getattr(module, name), quantization)
         delattr(module, name)
         setattr(module, name, packed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from decoding.sampling import SamplingParameters, draw
+from modeling.kernels.int8 import has_int8
 from protocol.memory_channel import FaultPlan
 from protocol.messages import OpenSequence, OutcomeRows, PeerHello
 from tests.tiny.drafters import Adversary, Oracle
@@ -46,6 +47,17 @@ def test_trained_drafter_hits_and_changes_nothing(models: TinyModels, target: Ta
     outcomes = [outcome for text in texts for outcome in text.outcomes()]
     assert outcomes.count("hit") > 5
     assert outcomes.count("miss") >= len(JOBS)  # the first block of every sequence is a fallback
+    assert texts[0].tokens_per_round() > 1.5
+
+
+@pytest.mark.skipif(not has_int8(), reason="no VNNI or no C compiler on this machine")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_drafter_hits_and_changes_nothing(models: TinyModels, dtype: torch.dtype) -> None:
+    with Engine(models, options=EngineOptions(dtype=dtype)) as engine:
+        engine.attach_real("trained", quantization="int8")
+        engine.gate_on_version(2)
+        texts = engine.compare(JOBS)
+    assert [outcome for text in texts for outcome in text.outcomes()].count("hit") > 5
     assert texts[0].tokens_per_round() > 1.5
 
 

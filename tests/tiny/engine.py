@@ -20,6 +20,7 @@ from draft_worker.timing import NO_TIMES, PlanChooser
 from draft_worker.worker import DrafterLimits, DraftWorker
 from modeling.decoder import decoder_layer_ids
 from modeling.invariance import choose_policy
+from modeling.kernels.int8 import Quantization
 from modeling.tensors import DTYPE_NAMES
 from protocol.errors import ChannelClosed
 from protocol.frames import Received, TensorFrame
@@ -300,12 +301,15 @@ class Engine:
         cache_size: int = 4,
         calibration: Calibration | None = None,
         with_adapter: bool = True,
+        quantization: Quantization = "none",
         pid: int = 100,
     ) -> DraftWorker:
         """Start a real drafter."""
         sizes = self.options
         limits = DrafterLimits(sizes.num_draft_tokens, sizes.max_model_len, sizes.max_num_seqs, cache_size)
-        networks = self.models.networks(kind, self.target, sizes.dtype, limits.num_positions, with_adapter=with_adapter)
+        networks = self.models.networks(
+            kind, self.target, sizes.dtype, limits.num_positions, with_adapter=with_adapter, quantization=quantization
+        )
 
         def make(channel: RecordingChannel, hello: PeerHello) -> DraftWorker:
             chooser = PlanChooser({cache_size: NO_TIMES}, cache_size, passes, refreshes)

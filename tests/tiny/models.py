@@ -22,6 +22,7 @@ from modeling.adapter import Adapter, AdapterConfig, adapter_config_to_json, ada
 from modeling.architecture import Architecture, architecture_from_config
 from modeling.decoder import decoder_layer_ids
 from modeling.draft_model import DraftConfig, DraftModel, draft_config_to_json, draft_model_tensors, tap_layers_for
+from modeling.kernels.int8 import Quantization
 from modeling.layers import layer_tensors
 from modeling.target import Target, TargetBlock, TargetRunner, load_target
 
@@ -174,10 +175,12 @@ class TinyModels:
         num_positions: int = 256,
         *,
         with_adapter: bool = True,
+        quantization: Quantization = "none",
     ) -> DraftNetworks:
         """What a drafter runs, loaded."""
         adapter = self.adapter(target) if with_adapter else None
-        return load_networks(self.target(target), self.draft(draft, target), adapter, dtype, CPU, num_positions)
+        folders = self.target(target), self.draft(draft, target), adapter
+        return load_networks(*folders, dtype, CPU, num_positions, quantization)
 
     def _target_of(self, kind: TargetKind) -> dict[str, Tensor]:
         return target_tensors(make_target(kind))
