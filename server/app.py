@@ -1,87 +1,51 @@
-"""The ASGI application: routes, the one error body, and limits on what is read before any of it is understood.
+"""The ASGI application: routes, the one error body, and the layers around them in their order."""
 
-Middleware here is plain ASGI: Starlette's base class for it hides a client's departure from the handlers.
-"""
-
-import re
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
-from server.errors import ApiError, install_handlers
+from server.build import package_version
+from server.errors import REQUEST_ID_HEADER, install_handlers
+from server.middleware import METRICS_PATH, OPEN_PATHS, KeyCheck, PathNormaliser, RequestIds, RequestLimits
 from server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from server.routes import create_router, package_version
+from server.routes import create_router
 from server.state import ServerState
 
-MAX_HEADERS = 128
 TITLE = "JetSpec++"
 
 
 def create_app(state: ServerState) -> FastAPI:
     """The application that serves from `state`, which may still be loading."""
-    app = FastAPI(title=TITLE, version=package_version(), redirect_slashes=False, redoc_url=None)
+    docs = {"openapi_url": None, "docs_url": None} if state.config.disable_fastapi_docs else {}
+    app = FastAPI(title=TITLE, version=package_version(), redirect_slashes=False, redoc_url=None, **docs)  # type: ignore[arg-type]
     install_handlers(app)
     app.include_router(create_router(state))
-    app.add_middleware(RequestLimits, max_body_bytes=state.config.max_body_bytes)
-    app.add_middleware(PathNormaliser)
+    _add_layers(app, state)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
-class PathNormaliser:
-    """`//v1/models/` means `/v1/models`: base URLs are often joined with a slash too many."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = re.sub(r"/{2,}", "/", scope["path"])
-            scope = {**scope, "path": path if path == "/" else path.rstrip("/")}
-        await self._app(scope, receive, send)
-
-
-class RequestLimits:
-    """Refuses too many headers, and bodies over the limit, counted as they arrive and not only as announced."""
-
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app = app
-        self._max_body_bytes = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        error = self._refuse(scope)
-        if error is not None:
-            await error.response()(scope, receive, send)
-            return
-        num_bytes = 0
-
-        async def counted_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise self._too_large()
-            return message
-
-        await self._app(scope, counted_receive, send)
-
-    def _refuse(self, scope: Scope) -> ApiError | None:
-        headers = scope["headers"]
-        if len(headers) > MAX_HEADERS:
-            return ApiError(431, f"More than {MAX_HEADERS} headers.", "request_headers_too_large")
-        announced = next((value for name, value in headers if name == b"content-length"), b"0")
-        if announced.isdigit() and (len(announced) > 18 or int(announced) > self._max_body_bytes):
-            return self._too_large()
-        return None
-
-    def _too_large(self) -> ApiError:
-        message = f"The body is larger than {self._max_body_bytes} bytes."
-        return ApiError(413, message, "request_too_large", headers={"Connection": "close"})
+def _add_layers(app: FastAPI, state: ServerState) -> None:
+    """Innermost first: each added layer comes before those already there."""
+    config = state.config
+    app.add_middleware(RequestLimits, max_headers=config.h11_max_header_count, max_body_bytes=config.max_body_bytes)
+    if state.keys.are_required:
+        open_paths = OPEN_PATHS if config.metrics_require_auth else {*OPEN_PATHS, METRICS_PATH}
+        app.add_middleware(KeyCheck, keys=state.keys, open_paths=open_paths)
+    app.add_middleware(PathNormaliser)
+    if config.allowed_origins:  # before the keys: a browser asks for permission without them
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=[REQUEST_ID_HEADER, "Retry-After"],
+        )
+    if config.enable_request_id_headers:
+        app.add_middleware(RequestIds)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from server.config import ArgumentParser, ConfigError, add_flags, from_arguments
+from server.config import ArgumentParser, ConfigError, add_flags, from_arguments, http_flags
 
 EXIT_FAILURE = 1
 EXIT_WRONG_INPUT = 2
@@ -18,11 +18,6 @@ EXIT_INTERRUPTED = 130
 
 PASSED_ON = {"train": "training", "eval": "evaluation", "trace": "evaluation.trace"}
 """Commands of packages that the server may not import."""
-
-HTTP_FLAGS = (
-    *("host", "port", "served_model_name", "max_num_queued_reqs", "strict_params", "max_body_bytes"),
-    "shutdown_timeout",
-)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve the OpenAI interface over HTTP")
+    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     add_flags(serve)
 
     generate = commands.add_parser("generate", help="answer one prompt in the terminal")
@@ -46,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--no-speculation", action="store_true", help="decode one token at a time")
     generate.add_argument("--stats", action="store_true", help="print token counts and speed at the end")
-    add_flags(generate, exclude=HTTP_FLAGS)
+    add_flags(generate, exclude=http_flags())
 
     exactness = commands.add_parser("exactness", help="compare speculative with plain decoding, token for token")
     exactness.add_argument("--dtype", nargs="+", metavar="DTYPE", help="float32, bfloat16 or both (default: auto)")
@@ -57,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompts", metavar="FILE", help='JSON lines with {"turns": [...]} instead of the own prompts'
     )
     exactness.add_argument("--json", metavar="FILE", help="write the results to a file")
-    add_flags(exactness, exclude=(*HTTP_FLAGS, "dtype", "method"))
+    add_flags(exactness, exclude=(*http_flags(), "dtype", "method"))
 
     commands.add_parser("train", help="train the drafting networks for a target (jetspecpp train --help)")
     commands.add_parser("eval", help="measure acceptance lengths and hit rates offline (jetspecpp eval --help)")
@@ -98,7 +94,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
             return exactness(parsed)
         case _:
-            from server.routes import package_version
+            from server.build import package_version
 
             print(package_version())
             return 0
@@ -112,7 +108,15 @@ def _pass_on(module: str, arguments: Sequence[str]) -> int:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    config = from_arguments(vars(parsed), os.environ)
+    if os.environ.get("WEB_CONCURRENCY", "1") not in ("", "1"):
+        raise ConfigError("WEB_CONCURRENCY: one process serves HTTP; start more servers on other ports instead")
+    if parsed.model_tag is not None and parsed.model is not None:
+        raise ConfigError(f"--model: the model was given twice, as {parsed.model_tag} and as {parsed.model}")
+    arguments = vars(parsed) | {"model": parsed.model_tag or parsed.model}
+    # More than one HTTP process would need this; with one it only takes metrics away.
+    for name in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+        os.environ.pop(name, None)
+    config = from_arguments(arguments, os.environ)
     from server.serve import configure_logging, run
     from server.service import StartupError
 

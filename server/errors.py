@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,12 +19,16 @@ from server.engine import EngineDead, EngineError, EngineUnavailable, QueueFull,
 
 logger = logging.getLogger("jetspec.http")
 
+REQUEST_ID_HEADER = "X-Request-Id"
 RETRY_AFTER_S = 1
+NO_RETRY = {"x-should-retry": "false"}
 CLIENT_CLOSED_REQUEST = 499
 STATUS_CODES: Mapping[int, str] = {
     400: "invalid_request",
+    401: "invalid_api_key",
     404: "not_found",
     405: "method_not_allowed",
+    408: "request_timeout",
     413: "request_too_large",
     415: "unsupported_media_type",
     431: "request_headers_too_large",
@@ -88,6 +93,17 @@ def unknown_model(name: str) -> ApiError:
     return ApiError(404, f"The model `{name}` does not exist.", "model_not_found", param="model")
 
 
+def too_large(limit_bytes: int) -> ApiError:
+    """A body over the limit; the rest of it will not be read, so the connection ends."""
+    message = f"The body is larger than {limit_bytes} bytes."
+    return ApiError(413, message, "request_too_large", headers={"Connection": "close"})
+
+
+def wrong_media_type(message: str) -> ApiError:
+    """A body that is not JSON by its own declaration."""
+    return ApiError(415, message, "unsupported_media_type")
+
+
 def unavailable(message: str, *, closing: bool = False) -> ApiError:
     """The whole server cannot answer now."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
@@ -109,13 +125,13 @@ def from_engine(error: EngineError) -> ApiError:
         case RequestFailed(code="overloaded"):
             return unavailable(error.message)
         case RequestFailed():
-            return ApiError(500, error.message, "internal_error", headers={"x-should-retry": "false"})
+            return ApiError(500, error.message, "internal_error", headers=NO_RETRY)
         case EngineUnavailable():
             return unavailable(f"The server is not ready: {error}.")
         case EngineDead():
             return unavailable(f"The engine has stopped: {error}.")
         case _:
-            return ApiError(500, "The request could not be completed.", "internal_error")
+            return ApiError(500, "The request could not be completed.", "internal_error", headers=NO_RETRY)
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -134,13 +150,23 @@ def install_handlers(app: FastAPI) -> None:
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, code, headers=error.headers).response()
 
+    async def on_wrong_query(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]  # one of them, and never the value: a short request must not get a long answer
+        return invalid(str(first["loc"][-1])[:100], str(first["msg"])[:200]).response()
+
     async def on_departure(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody reads it
 
     async def on_crash(request: Request, error: Exception) -> Response:
-        return ApiError(500, "The server failed to answer; its log says why.", "internal_error").response()
+        # This handler runs outside every layer of ours, so the id is added here.
+        request_id = request.scope.get("state", {}).get("request_id")
+        headers = NO_RETRY | ({REQUEST_ID_HEADER: request_id} if request_id else {})
+        message = "The server failed to answer; its log says why."
+        return ApiError(500, message, "internal_error", headers=headers).response()
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_wrong_query)
     app.add_exception_handler(ClientDisconnect, on_departure)
     app.add_exception_handler(Exception, on_crash)

@@ -8,7 +8,7 @@ in the works and arrived after that; `miss`, it had to be drafted anew; `first`,
 which is always drafted anew; `autoregressive`, no draft at all. The hit rate is hit / (hit + late_hit + miss).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
@@ -201,7 +201,7 @@ class Metrics:
         self.prefill_time = self._histogram("request_prefill_time_seconds", "Time in prefill.", REQUEST_BUCKETS)
         self.decode_time = self._histogram("request_decode_time_seconds", "Time in decoding.", REQUEST_BUCKETS)
 
-    def set_build_info(self, **values: str) -> None:
+    def set_build_info(self, values: Mapping[str, str]) -> None:
         """Publish what runs here as labels of a gauge that is always 1."""
         info = Gauge("jetspec_build_info", "What this server runs.", list(values), registry=self.registry)
         info.labels(**values).set(1)

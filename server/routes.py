@@ -1,18 +1,27 @@
 """The endpoints. Each reads a body, asks the state for what serves it, and renders the result; nothing is decided here
 about tokens, text or workers."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.answer import Answer
+from server.build import git_commit, package_version
 from server.engine import EngineDead, EngineError, EngineUnavailable, QueueFull
-from server.errors import CLIENT_CLOSED_REQUEST, ApiError, from_engine, invalid, json_response, unavailable
+from server.errors import (
+    CLIENT_CLOSED_REQUEST,
+    ApiError,
+    from_engine,
+    invalid,
+    json_response,
+    unavailable,
+    wrong_media_type,
+)
 from server.metrics import CONTENT_TYPE
 from server.openai_types import ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody, parse
 from server.preparation import (
@@ -26,14 +35,10 @@ from server.preparation import (
 from server.rendering import AnswerFormat, Content
 from server.state import ServerState, Serving
 from server.streaming import ClientDisconnected, EventStream, run_while_connected
+from server.strict_json import check_json
 
-
-def package_version() -> str:
-    """The installed version of this distribution."""
-    try:
-        return version("jetspec-pp")
-    except PackageNotFoundError:
-        return "0+unknown"
+BodyT = TypeVar("BodyT", bound=RequestBody)
+PROBE_LIMIT_S = 10.0
 
 
 def create_router(state: ServerState) -> APIRouter:
@@ -53,13 +58,36 @@ def _body_schema(kind: type[RequestBody]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+async def _read(request: Request, kind: type[BodyT], state: ServerState) -> BodyT:
+    """The checked body of a request. Raises `ApiError`: 415 for what is not declared as JSON, 408 for a client that
+    stops sending, 400 for what it says."""
+    media_type, *parameters = (part.strip().lower() for part in request.headers.get("content-type", "").split(";"))
+    # Declared by the client on purpose: a web page of another origin can send any text, but not this type.
+    if media_type != "application/json":
+        raise wrong_media_type("The body must be JSON, sent with 'Content-Type: application/json'.")
+    charsets = [
+        value.strip('"') for name, _, value in (part.partition("=") for part in parameters) if name == "charset"
+    ]
+    if any(charset not in ("utf-8", "utf8", "us-ascii") for charset in charsets):
+        raise wrong_media_type("JSON is UTF-8; other encodings are not read.")
+    try:
+        async with asyncio.timeout(state.config.request_read_timeout):
+            data = await request.body()
+    except TimeoutError:
+        limit_s = state.config.request_read_timeout
+        message = f"The body did not arrive within {limit_s:g} s."
+        raise ApiError(408, message, "request_timeout", headers={"Connection": "close"}) from None
+    check_json(data)
+    return parse(kind, data, state.unknown_fields)
+
+
 def _add_generation(router: APIRouter, state: ServerState) -> None:
     @router.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         arrived_at = time.perf_counter()
         serving = state.serving()
-        body = parse(CompletionBody, await request.body(), state.unknown_fields)
+        body = await _read(request, CompletionBody, state)
         prepared = await prepare_completion(body, serving, state.seeds)
         run = _GenerationRun(state, serving, prepared, "completion", arrived_at)
         return await run.respond(request, body.stream is True)
@@ -69,7 +97,7 @@ def _add_generation(router: APIRouter, state: ServerState) -> None:
         """Answer a conversation."""
         arrived_at = time.perf_counter()
         serving = state.serving()
-        body = parse(ChatBody, await request.body(), state.unknown_fields)
+        body = await _read(request, ChatBody, state)
         prepared = await prepare_chat(body, serving, state.seeds)
         run = _GenerationRun(state, serving, prepared, "chat", arrived_at)
         return await run.respond(request, body.stream is True)
@@ -97,7 +125,7 @@ class _GenerationRun:
         if is_stream:
             return EventStream(self._chunks(), self._state.metrics.disconnects.inc)
         try:
-            return json_response(await run_while_connected(request.receive, self._whole()))
+            return json_response(await run_while_connected(request.receive, self.whole()))
         except ClientDisconnected:
             self._state.metrics.disconnects.inc()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -106,7 +134,8 @@ class _GenerationRun:
         prepared = self._prepared
         return Answer(self._serving.engine, self._state.metrics, prepared.generation, prepared.text, self._arrived_at)
 
-    async def _whole(self) -> Content:
+    async def whole(self) -> Content:
+        """The answer in one piece; raises `ApiError`."""
         texts: list[str] = []
         token_ids: list[int] = []
         try:
@@ -152,7 +181,7 @@ def _add_tokens(router: APIRouter, state: ServerState) -> None:
     async def tokenize(request: Request) -> Response:
         """The token ids of a prompt or of a conversation."""
         serving = state.serving()
-        body = parse(TokenizeBody, await request.body(), state.unknown_fields)
+        body = await _read(request, TokenizeBody, state)
         serving.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either a prompt or messages")
@@ -165,11 +194,16 @@ def _add_tokens(router: APIRouter, state: ServerState) -> None:
         answer = {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens}
         return json_response({**answer, "token_strs": spellings})
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """The tokenizer's configuration and chat template."""
+        return json_response(state.serving().model.tokenizer.description)
+
     @router.post("/detokenize", openapi_extra=_body_schema(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         serving = state.serving()
-        body = parse(DetokenizeBody, await request.body(), state.unknown_fields)
+        body = await _read(request, DetokenizeBody, state)
         serving.check_name(body.model)
         check_token_ids("tokens", body.tokens, serving)
         return json_response({"prompt": serving.model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
@@ -202,18 +236,28 @@ def _add_models(router: APIRouter, state: ServerState) -> None:
 
 
 def _add_operations(router: APIRouter, state: ServerState) -> None:
-    def health_response(is_good: Callable[[str], bool]) -> Response:
+    def health_response(is_good: Callable[[str], bool], **more: object) -> Response:
         status = state.health
-        content = {"status": status, "drafter_up": state.metrics.is_drafter_up, "draining": state.is_draining}
+        content = {"status": status, "drafter_up": state.metrics.is_drafter_up, "draining": state.is_draining, **more}
         return json_response(content, 200 if is_good(status) else 503)
 
-    async def health() -> Response:
-        """Whether work goes forward: 503 when the verifier is loading, dead or stuck; without a drafter, degraded."""
-        return health_response(lambda status: status in ("ok", "degraded"))
+    def is_working(status: str) -> bool:
+        return status in ("ok", "degraded")
+
+    async def health(deep: bool = False) -> Response:
+        """Whether work goes forward: 503 when the verifier is loading, dead or stuck; without a drafter, degraded.
+
+        With `?deep=1` a token is generated: the answer is 503 unless it comes within ten seconds. A full queue is no
+        failure, and the watchdog sees to it that it moves.
+        """
+        if not deep or not is_working(state.health) or state.is_draining:
+            return health_response(is_working)
+        outcome = await _probe(state)
+        return health_response(lambda status: is_working(status) and outcome in ("ok", "busy"), probe=outcome)
 
     async def ready() -> Response:
         """Whether new requests are taken."""
-        return health_response(lambda status: status in ("ok", "degraded") and not state.is_draining)
+        return health_response(lambda status: is_working(status) and not state.is_draining)
 
     router.add_api_route("/health", health, methods=["GET"])
     router.add_api_route("/ping", health, methods=["GET", "POST"], include_in_schema=False)
@@ -221,8 +265,10 @@ def _add_operations(router: APIRouter, state: ServerState) -> None:
 
     @router.get("/version")
     async def show_version() -> Response:
-        """The version of this server."""
-        return json_response({"version": package_version()})
+        """The version of this server, and of the weights it serves; answered in every state of the server."""
+        weights = () if state.model is None else state.model.weights
+        models = {item.role: {"name": item.name, "revision": item.revision} for item in weights}
+        return json_response({"version": package_version(), "git_commit": git_commit(), "models": models})
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -230,3 +276,18 @@ def _add_operations(router: APIRouter, state: ServerState) -> None:
         if state.engine is not None:
             state.metrics.last_progress.labels("verifier").set(state.engine.seconds_since_progress)
         return Response(state.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _probe(state: ServerState) -> str:
+    """Generate one token as any client would: `ok`, `busy` for a full queue, else what went wrong."""
+    body = CompletionBody(prompt=[0], max_tokens=1, temperature=0.0)
+    try:
+        async with asyncio.timeout(PROBE_LIMIT_S):
+            serving = state.serving()
+            prepared = await prepare_completion(body, serving, state.seeds)
+            await _GenerationRun(state, serving, prepared, "completion", time.perf_counter()).whole()
+    except TimeoutError:
+        return f"no token within {PROBE_LIMIT_S:g} s"
+    except ApiError as error:
+        return "busy" if error.status == 429 else error.message
+    return "ok"

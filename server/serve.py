@@ -6,17 +6,21 @@ model loads. A first signal drains, a second one stops at once; a lost verifier 
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 
 from server.app import create_app
-from server.config import ServeConfig
+from server.config import ConfigError, ServeConfig
 from server.engine import Engine, EngineDead
+from server.keys import ApiKeys, load_keys
 from server.metrics import Metrics
 from server.service import Service, StartupError, open_service
 from server.state import ServerState
@@ -25,11 +29,9 @@ from server.supervisor import WorkerCommands
 logger = logging.getLogger("jetspec.serve")
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 5
 CONNECTION_GRACE_S = 5
 MOMENT_FOR_LAST_EVENTS_S = 1.0
 DRAIN_POLL_S = 0.05
-MAX_HEADER_BYTES = 65536
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -91,34 +93,70 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def check_certificates(config: ServeConfig) -> None:
+    """Raises `ConfigError` naming the flag whose file is no usable key or certificate."""
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for flag, path in (("--ssl-certfile", config.ssl_certfile), ("--ssl-keyfile", config.ssl_keyfile)):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{flag}: {path} does not exist")
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # an SSLError is one, too
+        raise ConfigError(f"--ssl-certfile and --ssl-keyfile: they cannot be used together: {error}") from None
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except OSError as error:
+            raise ConfigError(f"--ssl-ca-certs: {config.ssl_ca_certs} cannot be used: {error}") from None
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
+
+
 def http_server(state: ServerState) -> HttpServer:
     """The HTTP server for a state. h11 because the other parser takes headers without limit."""
+    settings = state.config
     config = uvicorn.Config(
         create_app(state),
         http="h11",
         ws="none",
         lifespan="off",
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=settings.h11_max_incomplete_event_size,
+        timeout_keep_alive=settings.timeout_keep_alive,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=settings.ssl_cert_reqs,
         timeout_graceful_shutdown=CONNECTION_GRACE_S,
         server_header=False,
         log_config=None,
-        access_log=state.config.log_level == "debug",
+        access_log=settings.log_level == "debug",
     )
     return HttpServer(config)
 
 
 def run(config: ServeConfig, commands: WorkerCommands | None = None) -> int:
-    """Serve until a signal or a lost verifier; returns the exit status."""
+    """Serve until a signal or a lost verifier; returns the exit status.
+
+    Raises `ConfigError` for keys or certificates that cannot be used, and `StartupError` for an address.
+    """
+    check_certificates(config)
+    keys = load_keys(config)
     listener = bind_socket(config.host, config.port)
     host, port = listener.getsockname()[:2]
-    logger.info("listening on http://%s:%d, loading the model", host, port)
-    return asyncio.run(_serve(config, listener, commands))
+    scheme = "http" if config.ssl_certfile is None else "https"
+    logger.info("listening on %s://%s:%d, loading the model", scheme, host, port)
+    if not keys.are_required and not _is_loopback(host):
+        logger.warning("no --api-key is set: whoever reaches %s:%d can use this server", host, port)
+    return asyncio.run(_serve(config, keys, listener, commands))
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, commands: WorkerCommands | None) -> int:
+async def _serve(config: ServeConfig, keys: ApiKeys, listener: socket.socket, commands: WorkerCommands | None) -> int:
     metrics = Metrics(config.num_speculative_tokens)
-    state = ServerState(config, metrics)
+    state = ServerState(config, metrics, keys=keys)
     server = http_server(state)
     signals = Signals()
     with signals.installed():

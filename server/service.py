@@ -21,6 +21,7 @@ from protocol.errors import EndpointError
 from protocol.messages import CONTROL_MESSAGES, FRONTEND_MESSAGES, VerifierReady
 from protocol.trace import TraceFileError, create_trace_file, finish_trace_file
 from protocol.worker_config import WorkerConfig
+from server.build import Weights, git_commit, identify, package_version
 from server.config import DEMO_MODEL, ConfigError, PinnedCores, ServeConfig, choose_cores
 from server.engine import Engine
 from server.metrics import Metrics
@@ -85,13 +86,23 @@ class Service:
                 await asyncio.wait_for(self.engine.drafter_rejected.wait(), REJECTION_GRACE_S)
         if self.engine.rejection is not None:
             raise StartupError(f"the draft model does not fit the target: {self.engine.rejection}")
-        self.metrics.set_build_info(
-            target_model=self.model.root,
-            dtype=info.dtype,
-            method=self.config.method,
-            num_draft_tokens=str(info.num_draft_tokens),
-        )
+        self.metrics.set_build_info(self._build_info(info))
         return info
+
+    def _build_info(self, info: VerifierReady) -> dict[str, str]:
+        """What runs here, as labels of a metric."""
+        weights = {item.role: item for item in self.model.weights}
+        return {
+            "version": package_version(),
+            "git_sha": git_commit(),
+            "target_model": self.model.names[0],
+            "target_revision": weights["target"].revision if "target" in weights else "",
+            "draft_model": weights["draft"].name if "draft" in weights else "",
+            "draft_revision": weights["draft"].revision if "draft" in weights else "",
+            "dtype": info.dtype,
+            "method": self.config.method,
+            "block_size": str(info.num_draft_tokens + 1),
+        }
 
 
 @asynccontextmanager
@@ -103,7 +114,8 @@ async def open_service(
         cores = choose_cores(config)
         resolved, tokenizer = await in_daemon_thread(lambda: _load(config))
         drafter = _draft_paths(config)
-    except (ConfigError, ModelError, TokenizerError) as error:
+        weights = await in_daemon_thread(lambda: _identify(resolved, drafter))
+    except (ConfigError, ModelError, TokenizerError, OSError) as error:
         raise StartupError(str(error)) from None
     run_id = uuid.uuid4().hex
     with _directory_of_run() as directory, _trace_of_run(config.trace_dir, run_id) as trace:
@@ -129,7 +141,7 @@ async def open_service(
             watchdog_timeout_s=config.watchdog_timeout,
             commands=commands or WorkerCommands(),
         )
-        model = ServedModel(_served_names(config, resolved), tokenizer, str(resolved.name))
+        model = ServedModel(_served_names(config, resolved), tokenizer, str(resolved.name), weights)
         try:
             await engine.start()
             await supervisor.start()
@@ -251,6 +263,16 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 def _load(config: ServeConfig) -> tuple[ResolvedModel, Tokenizer]:
     resolved = resolve(config.model, config.revision)
     return resolved, Tokenizer.load(resolved.folder)
+
+
+def _identify(resolved: ResolvedModel, drafter: DraftPaths) -> tuple[Weights, ...]:
+    """Names and revisions of everything that is loaded."""
+    weights = [identify("target", resolved.folder, resolved.name)]
+    if drafter.draft is not None:
+        weights.append(identify("draft", drafter.draft))
+    if drafter.adapter is not None:
+        weights.append(identify("adapter", drafter.adapter))
+    return tuple(weights)
 
 
 def _draft_paths(config: ServeConfig) -> DraftPaths:

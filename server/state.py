@@ -5,9 +5,11 @@ import time
 from dataclasses import dataclass, field
 
 from protocol.messages import VerifierReady
+from server.build import Weights
 from server.config import ServeConfig
 from server.engine import Engine
 from server.errors import ApiError, unavailable, unknown_model
+from server.keys import ApiKeys
 from server.metrics import Metrics, RejectionLabel
 from server.openai_types import UnknownFields
 from server.tokenizer import Tokenizer
@@ -20,6 +22,7 @@ class ServedModel:
     names: tuple[str, ...]
     tokenizer: Tokenizer
     root: str
+    weights: tuple[Weights, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class ServerState:
     engine: Engine | None = None
     is_ready: bool = False
     is_draining: bool = False
+    keys: ApiKeys = field(default_factory=ApiKeys)
     created: int = field(default_factory=lambda: int(time.time()))
     unknown_fields: UnknownFields = field(init=False)
     seeds: random.Random = field(init=False)

@@ -16,6 +16,11 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+HIDDEN_SETTINGS = frozenset({"name_or_path", "vocab_file", "merges_file", "tokenizer_file", "auto_map"})
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""What transformers calls a tokenizer of this kind."""
+
 
 class TokenizerError(Exception):
     """A model folder without a usable tokenizer, or a conversation its template refuses."""
@@ -27,6 +32,7 @@ class ChatTemplate:
 
     template: Template
     special_tokens: Mapping[str, str]
+    source: str
 
     def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
         """The prompt of a conversation; raises `TokenizerError` with the template's complaint."""
@@ -40,9 +46,14 @@ class Tokenizer:
     """The tokenizer of one model folder."""
 
     def __init__(
-        self, tokenizer: FastTokenizer, eos_token_ids: Sequence[int], chat_template: ChatTemplate | None
+        self,
+        tokenizer: FastTokenizer,
+        eos_token_ids: Sequence[int],
+        chat_template: ChatTemplate | None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._settings = dict(settings or {})
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -60,7 +71,9 @@ class Tokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         settings = _read_json(folder / "tokenizer_config.json")
-        return cls(tokenizer, _eos_token_ids(folder, settings, tokenizer), _load_chat_template(folder, settings))
+        return cls(
+            tokenizer, _eos_token_ids(folder, settings, tokenizer), _load_chat_template(folder, settings), settings
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Takes time for a long one: `encode_async` keeps the event loop free."""
@@ -79,6 +92,16 @@ class Tokenizer:
     def token_of(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The folder's own `tokenizer_config.json`, in the shape of vLLM's `/tokenizer_info`: special tokens as texts,
+        the chat template in use, and no file names."""
+        shown = {name: value for name, value in self._settings.items() if name not in HIDDEN_SETTINGS}
+        for name in SPECIAL_TOKENS:
+            shown[name] = _token_text(self._settings.get(name)) or None
+        template = None if self.chat_template is None else self.chat_template.source
+        return shown | {"tokenizer_class": TOKENIZER_CLASS, "chat_template": template}
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
         """The prompt of a conversation; raises `TokenizerError` when the model has no template or it refuses."""
@@ -137,8 +160,7 @@ def _load_chat_template(folder: Path, settings: Mapping[str, Any]) -> ChatTempla
         template = _template_environment().from_string(source)
     except TemplateError as error:
         raise TokenizerError(f"the chat template of {folder} cannot be read: {error}") from None
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    return ChatTemplate(template, {name: _token_text(settings.get(name)) for name in names})
+    return ChatTemplate(template, {name: _token_text(settings.get(name)) for name in SPECIAL_TOKENS}, source)
 
 
 def _template_environment() -> ImmutableSandboxedEnvironment:

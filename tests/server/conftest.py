@@ -15,8 +15,10 @@ from fastapi import FastAPI
 from protocol.memory_channel import AsyncMemoryChannel, memory_pair
 from protocol.messages import FRONTEND_MESSAGES
 from server.app import create_app
+from server.build import Weights
 from server.config import ServeConfig
 from server.engine import Engine
+from server.keys import load_keys
 from server.metrics import Metrics
 from server.state import ServedModel, ServerState
 from server.tokenizer import Tokenizer
@@ -123,11 +125,13 @@ def make_stack(tokenizer: Tokenizer) -> StackFactory:
         await engine.start()
         running = asyncio.create_task(verifier.run())
         await engine.wait_until_ready(10.0)
-        state = ServerState(config, metrics, ServedModel(("demo", "real/name"), tokenizer, "tiny"), engine, True)
+        model = ServedModel(("demo", "real/name"), tokenizer, "tiny", (Weights("target", "tiny", "sha256-0"),))
+        state = ServerState(config, metrics, model, engine, True, keys=load_keys(config))
         metrics.set_drafter_up(True)
         app = create_app(state)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        headers = {"Content-Type": "application/json"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers) as client:
             stack = Stack(app, client, state, engine, metrics, verifier, tokenizer)
             stack.says("A short answer.")
             try:

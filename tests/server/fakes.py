@@ -52,7 +52,7 @@ def make_model_folder(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
-    settings = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": END_OF_TURN}}
+    settings = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": END_OF_TURN}, "name_or_path": "/home"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "model.safetensors").write_bytes(b"")
     return folder

@@ -40,9 +40,29 @@ def test_values_are_read() -> None:
     assert parse("--strict-params", "false").strict_params is False
 
 
+def test_lists_and_aliases() -> None:
+    config = parse(
+        *("--served-model-name", "a", "b", "--served-model-name", "c", "--api-key", "one", "--api-key", "two,three"),
+        *("--allowed-origins", '["https://a.example", "https://b.example"]', "--uvicorn-log-level", "error"),
+        environment={"JETSPEC_ALLOWED_METHODS": "GET,POST"},
+    )
+    assert config.served_model_name == ("a", "b", "c")
+    assert config.api_key == ("one", "two", "three")
+    assert config.allowed_origins == ("https://a.example", "https://b.example")
+    assert (config.allowed_methods, config.log_level) == (("GET", "POST"), "error")
+    assert "three" not in repr(config)
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
+        (["--allowed-origins", "[1]"], "--allowed-origins"),
+        (["--allowed-origins", "[oops"], "--allowed-origins"),
+        (["--allowed-origins", "*", "--allow-credentials"], "--allowed-origins"),
+        (["--ssl-keyfile", "x"], "--ssl-certfile"),
+        (["--ssl-certfile", "x", "--ssl-cert-reqs", "2"], "--ssl-ca-certs"),
+        (["--api-key", ""], "--api-key"),
+        (["--max-n", "0"], "--max-n"),
         (["--port", "x"], "--port"),
         (["--port", "70000"], "--port"),
         (["--dtype", "int8"], "--dtype"),

@@ -1,10 +1,13 @@
 """The endpoints beside generation."""
 
+import asyncio
 import re
+from importlib.metadata import version
 
 import pytest
 
-from tests.server.conftest import Stack
+from tests.server.conftest import Stack, StackFactory
+from tests.server.fakes import CHAT_TEMPLATE
 
 
 async def test_models(stack: Stack) -> None:
@@ -29,7 +32,62 @@ async def test_health_depends_on_the_verifier_and_not_on_the_drafter(stack: Stac
 
 
 async def test_version(stack: Stack) -> None:
-    assert (await stack.client.get("/version")).json()["version"]
+    answer = (await stack.client.get("/version")).json()
+    assert answer["version"] == version("jetspec-pp")
+    assert re.fullmatch(r"[0-9a-f]{40}|unknown", answer["git_commit"])
+    assert answer["models"] == {"target": {"name": "tiny", "revision": "sha256-0"}}
+    stack.state.model = stack.state.engine = None
+    assert (await stack.client.get("/version")).json()["models"] == {}
+
+
+async def test_deep_health_generates_a_token(stack: Stack) -> None:
+    health = await stack.client.get("/health?deep=1")
+    assert (health.status_code, health.json()["probe"]) == (200, "ok")
+    assert [submit.max_tokens for submit in stack.verifier.submitted] == [1]
+    stack.verifier.plan.fail_after = 0
+    health = await stack.client.get("/health?deep=1")
+    assert (health.status_code, health.json()["probe"]) == (503, "a made-up fault")
+    assert (await stack.client.get("/health")).status_code == 200
+    wrong = await stack.client.get("/health?deep=perhaps")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "deep")
+
+
+async def test_deep_health_has_a_limit_and_takes_its_sequence_back(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.routes.PROBE_LIMIT_S", 0.05)
+    stack.verifier.plan.round_s = 1000.0
+    health = await stack.client.get("/health?deep=1")
+    assert (health.status_code, health.json()["probe"]) == (503, "no token within 0.05 s")
+    assert stack.engine.num_live == 0
+    assert stack.sample("jetspec_requests_total", finished_reason="abort") == 1
+
+
+async def test_full_queue_is_no_failure_of_deep_health(make_stack: StackFactory) -> None:
+    async with make_stack(max_num_seqs=1, max_num_queued_reqs=0) as stack:
+        stack.verifier.plan.round_s = 1000.0
+        request = asyncio.create_task(stack.complete())
+        while stack.engine.num_live == 0:
+            await asyncio.sleep(0.001)
+        health = await stack.client.get("/health?deep=1")
+        assert (health.status_code, health.json()["probe"]) == (200, "busy")
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+
+
+async def test_tokenizer_info(stack: Stack) -> None:
+    info = (await stack.client.get("/tokenizer_info")).json()
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", None)
+    assert info["chat_template"] == CHAT_TEMPLATE
+    assert "name_or_path" not in info  # a path on this machine
+
+
+async def test_docs_can_be_switched_off(make_stack: StackFactory) -> None:
+    async with make_stack(disable_fastapi_docs=True) as stack:
+        for path in ("/docs", "/openapi.json"):
+            response = await stack.client.get(path)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_tokenize_and_back(stack: Stack) -> None:

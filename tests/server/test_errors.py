@@ -1,5 +1,6 @@
 """What a wrong request gets: the right status, the nested body, and the name of the parameter."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -109,6 +110,55 @@ async def test_bad_json_is_a_400(stack: Stack, body: bytes) -> None:
     check_error(await stack.client.post("/v1/completions", content=body), 400)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"a","wibble":NaN}',
+        b'{"prompt":"a","wibble":[{"deep":-1e999}]}',
+        b'{"prompt":"a","wibble":' + b"[" * 70 + b"]" * 70 + b"}",
+        b'{"prompt":"a","wibble":' + b'{"a":' * 70 + b"1" + b"}" * 71,
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+async def test_json_nobody_reads_is_checked_too(stack: Stack, body: bytes) -> None:
+    check_error(await stack.client.post("/v1/completions", content=body), 400, "invalid_json")
+
+
+async def test_nesting_that_is_allowed_and_repeated_keys(stack: Stack) -> None:
+    body = b'{"prompt":"b","prompt":"a","wibble":' + b"[" * 60 + b"]" * 60 + b"}"
+    assert (await stack.client.post("/v1/completions", content=body)).status_code == 200
+    assert stack.verifier.submitted[0].prompt_token_ids == stack.tokenizer.encode("a")
+
+
+@pytest.mark.parametrize(
+    "media_type",
+    ["text/plain", "application/x-www-form-urlencoded", "", "application/json; charset=utf-16", "application/jsonp"],
+)
+async def test_wrong_content_type(stack: Stack, media_type: str) -> None:
+    headers = {"Content-Type": media_type}
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        response = await stack.client.post(path, content=b'{"prompt":"a"}', headers=headers)
+        check_error(response, 415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("media_type", ["application/json; charset=UTF-8", 'Application/JSON;charset="utf-8"'])
+async def test_right_content_type(stack: Stack, media_type: str) -> None:
+    response = await stack.client.post(
+        "/v1/completions", content='{"prompt":"ü"}'.encode(), headers={"Content-Type": media_type}
+    )
+    assert response.status_code == 200
+
+
+async def test_body_that_never_ends_is_a_408(make_stack: StackFactory) -> None:
+    async def trickle() -> Any:
+        yield b'{"prompt":'
+        await asyncio.sleep(1000.0)
+
+    async with make_stack(request_read_timeout=0.1) as stack:
+        check_error(await stack.client.post("/v1/completions", content=trickle()), 408, "request_timeout")
+        assert (await stack.complete()).status_code == 200
+
+
 async def test_answer_to_a_long_wrong_list_is_short(stack: Stack) -> None:
     check_error(await stack.complete(prompt=["x", *range(200_000)]), 400, param="prompt")
 
@@ -196,8 +246,6 @@ async def test_unknown_field_is_refused_in_strict_mode(make_stack: StackFactory)
 
 
 async def test_full_queue_is_a_429(make_stack: StackFactory) -> None:
-    import asyncio
-
     async with make_stack(max_num_seqs=1, max_num_queued_reqs=1) as stack:
         stack.says("abc", ends=False)
         stack.verifier.plan.round_s = 0.02
@@ -236,3 +284,5 @@ async def test_a_crash_in_a_handler_is_a_500_without_details(stack: Stack, monke
     response = await stack.complete()
     check_error(response, 500, "internal_error")
     assert "secret" not in response.text
+    assert response.headers["x-should-retry"] == "false"
+    assert response.headers["x-request-id"]
