@@ -230,17 +230,14 @@ class ServeConfig:
             raise ConfigError("--draft-model: the method ar uses no draft model")
         if both_pinned and self.verify_core == self.draft_core:
             raise ConfigError("--draft-core: must differ from --verify-core")
-<<<<<<< HEAD
         if isinstance(self.verify_core, int) and self.verify_threads > 1:
             raise ConfigError("--verify-core: several --verify-threads do not fit on one core; choose none")
-=======
         if (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs) and self.ssl_certfile is None:
             raise ConfigError("--ssl-certfile: is needed for TLS")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError("--ssl-ca-certs: is needed to check client certificates")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("--allowed-origins: must name the origins when credentials are allowed")
->>>>>>> e22b9c5 (API keys, CORS, TLS, request ids, content types, strict JSON; /tokenizer_info, deep health, revisions in /version)
 
 
 def flag_of(name: str) -> str:

@@ -154,6 +154,7 @@ class Engine:
         self._tasks: list[asyncio.Task[None]] = []
         self._last_message_at = clock()
         self._last_progress_at = clock()
+        self._caught_up_at = clock()
         self._progress_mark: tuple[int, int, int] | None = None
         self.info: VerifierReady | None = None
         self.status: VerifierStatus | None = None
@@ -282,7 +283,11 @@ class Engine:
 
     async def _receive_loop(self) -> None:
         while True:
-            received = await self._channel.receive(RECEIVE_TIMEOUT_S)
+            asked_at = self._clock()
+            received = await self._channel.receive(0.0)
+            if received is None:
+                self._caught_up_at = asked_at
+                received = await self._channel.receive(RECEIVE_TIMEOUT_S)
             self._resend_aborts()
             if received is not None:
                 self._handle(received.message)
@@ -346,8 +351,12 @@ class Engine:
             self._fail_lost_sequences()
 
     def _fail_lost_sequences(self) -> None:
-        """A sequence the verifier has never heard of (its submission was lost with a connection) must still end."""
-        oldest = self._clock() - LOST_SEQUENCE_TIMEOUT_S
+        """A sequence the verifier has never heard of (its submission was lost with a connection) must still end.
+
+        Time counts up to the moment when this process had read everything: under load a status may be read long after
+        it was sent, and then says nothing about sequences submitted meanwhile.
+        """
+        oldest = self._caught_up_at - LOST_SEQUENCE_TIMEOUT_S
         for sequence_id, sequence in list(self._live.items()):
             if sequence.last_event_at < oldest:
                 logger.error("sequence %d is unknown to the verifier", sequence_id)

@@ -23,6 +23,7 @@ from server.metrics import Metrics
 from server.state import ServedModel, ServerState
 from server.tokenizer import Tokenizer
 from tests.server.fakes import NUM_DRAFT_TOKENS, FakeVerifier, Plan, make_model_folder
+from tests.server.server_process import FAKES, ProcessFactory, ServerProcess, serve_process
 
 RUN_ID = "0" * 32
 
@@ -150,3 +151,17 @@ def make_stack(tokenizer: Tokenizer) -> StackFactory:
 async def stack(make_stack: StackFactory) -> AsyncIterator[Stack]:
     async with make_stack() as made:
         yield made
+
+
+@pytest.fixture
+def start(model_folder: Path) -> ProcessFactory:
+    """Starts server processes with fake workers, whose behaviour variables set (see fake_worker.py)."""
+
+    def start_server(
+        *flags: str, certificate: Path | None = None, **environment: str
+    ) -> AbstractAsyncContextManager[ServerProcess]:
+        weights = () if "ar" in flags else ("--draft-model", str(model_folder), "--adapter", str(model_folder))
+        arguments = ("--model", str(model_folder), *weights, *flags)
+        return serve_process(FAKES, *arguments, certificate=certificate, **environment)
+
+    return start_server

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,7 @@ class FakeVerifier:
 
     def __post_init__(self) -> None:
         self._sequences: dict[int, asyncio.Task[None]] = {}
+        self._outbox: deque[FrontendMessage] = deque()
         self.is_silent = False
 
     async def run(self) -> None:
@@ -209,11 +211,18 @@ class FakeVerifier:
         )
 
     def _send(self, message: FrontendMessage) -> None:
+        """In order, and what the link does not take now goes out later, as from the real verifier."""
         if not self.is_silent:
-            self.channel.send(message)
+            self._outbox.append(message)
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox and self.channel.send(self._outbox[0]):
+            self._outbox.popleft()
 
     async def _heartbeat(self) -> None:
         while True:
+            self._flush()
             num_running = len(self._sequences)
             self._send(
                 VerifierStatus(

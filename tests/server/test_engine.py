@@ -1,6 +1,7 @@
 """The engine against a verifier that is slow, silent, gone, or forgetful."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,7 @@ from protocol.messages import (
     FrontendMessage,
     RoundResult,
     SamplingFields,
+    VerifierStatus,
 )
 from server.engine import (
     Engine,
@@ -167,6 +169,28 @@ async def test_lost_submission_still_ends(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(pair.verifier, "_handle", lambda message: None)
         with pytest.raises(RequestFailed, match="lost"):
             await tokens_of(pair.engine, request())
+
+
+async def test_status_that_is_read_late_condemns_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.engine.LOST_SEQUENCE_TIMEOUT_S", 0.2)
+    async with running() as pair:
+        pair.verifier.heartbeat_s = 1000.0
+        await asyncio.sleep(0.1)  # the heartbeat that is under way is the last one
+        generation = pair.engine.submit(request(10))
+        pair.channel.send(
+            VerifierStatus(
+                num_running=0,
+                num_waiting=0,
+                kv_tokens_used=0,
+                kv_tokens_total=1,
+                num_rounds=0,
+                stale_messages=0,
+                drafter_connected=True,
+            )
+        )
+        time.sleep(0.3)  # this process is busy; the verifier has not read the submission when it sends its status
+        events = [event async for event in generation]
+        assert isinstance(events[-1], Finished) and events[-1].num_generated_tokens == 10
 
 
 async def test_duplicated_messages_do_not_end_another_sequence() -> None:

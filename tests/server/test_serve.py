@@ -3,106 +3,20 @@
 import asyncio
 import json
 import os
-import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 30.0
-
-
-@dataclass
-class ServerProcess:
-    """A running server and what it has logged."""
-
-    process: asyncio.subprocess.Process
-    client: httpx.AsyncClient
-    log: list[str] = field(default_factory=list)
-
-    async def wait_for(self, what: Callable[[], object]) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while not what():
-                await asyncio.sleep(0.02)
-
-    async def wait_for_metric(self, line: str) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while line not in (await self.client.get("/metrics")).text.splitlines():
-                await asyncio.sleep(0.05)
-
-    async def wait_until_ready(self) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while (await self.client.get("/ready")).status_code != 200:
-                await asyncio.sleep(0.05)
-
-    async def exit_status(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), LIMIT_S)
-
-    def stream(self, **body: object) -> AbstractAsyncContextManager[httpx.Response]:
-        content = {"prompt": "hi", "temperature": 0, "stream": True, **body}
-        return self.client.stream("POST", "/v1/completions", json=content)
-
-    def logged(self, text: str) -> bool:
-        return any(text in line for line in self.log)
-
-
-ProcessFactory = Callable[..., AbstractAsyncContextManager[ServerProcess]]
-
-
-async def read_log(process: asyncio.subprocess.Process, log: list[str]) -> None:
-    assert process.stderr is not None
-    async for line in process.stderr:
-        log.append(line.decode())
-
-
-async def end(process: asyncio.subprocess.Process) -> None:
-    """Stop a server at once, in the way that leaves no worker and no runtime directory; kill it if that fails."""
-    if process.returncode is None:
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGINT)
-    try:
-        await asyncio.wait_for(process.wait(), LIMIT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-
-
-@pytest.fixture
-def start(model_folder: Path) -> ProcessFactory:
-    @asynccontextmanager
-    async def start_server(*flags: str, **environment: str) -> AsyncIterator[ServerProcess]:
-        command = [sys.executable, "-m", "tests.server.serve_fakes", "--model", str(model_folder), "--port", "0"]
-        weights = ["--draft-model", str(model_folder), "--adapter", str(model_folder)]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            *([] if "ar" in flags else weights),
-            *flags,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stderr=asyncio.subprocess.PIPE,
-        )
-        log: list[str] = []
-        reader = asyncio.create_task(read_log(process, log))
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                while not (found := re.search(r"http://127\.0\.0\.1:(\d+)", "".join(log))):
-                    assert process.returncode is None, log
-                    await asyncio.sleep(0.02)
-            async with httpx.AsyncClient(base_url=found[0], timeout=LIMIT_S) as client:
-                yield ServerProcess(process, client, log)
-        finally:
-            await end(process)
-            await reader
-
-    return start_server
+from server.cli import main
+from server.config import ConfigError, ServeConfig
+from server.serve import run
+from tests.server.server_process import LIMIT_S, ROOT, ProcessFactory
 
 
 async def test_answers_while_loading_then_serves_then_drains(start: ProcessFactory) -> None:
@@ -188,11 +102,8 @@ async def test_killed_drafter_is_replaced_and_requests_go_on(start: ProcessFacto
     async with start(FAKE_ROUND_S="0.01") as server:
         await server.wait_until_ready()
         await server.wait_for_metric("jetspec_drafter_up 1.0")
-        [line] = subprocess.run(
-            ["pgrep", "-P", str(server.process.pid), "-f", "fake_worker drafter"], capture_output=True, check=True
-        ).stdout.splitlines()
         async with server.stream(max_tokens=200) as response:
-            os.kill(int(line), signal.SIGKILL)
+            os.kill(server.workers()["drafter"], signal.SIGKILL)
             lines = [line async for line in response.aiter_lines() if line]
         assert '"finish_reason":"length"' in lines[-2]
         await server.wait_for_metric('jetspec_worker_restarts_total{worker="drafter"} 1.0')
@@ -237,34 +148,10 @@ async def test_traces_are_closed_at_the_end(start: ProcessFactory, tmp_path: Pat
         await server.wait_for(lambda: server.logged("--trace-dir: "))
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_client_that_leaves_frees_its_sequence(start: ProcessFactory, stream: bool) -> None:
-    async with start(FAKE_ROUND_S="0.05") as server:
-        await server.wait_until_ready()
-        body = {"prompt": "hi", "max_tokens": 400, "stream": stream}
-        request = asyncio.create_task(server.client.post("/v1/completions", json=body))
-        await server.wait_for_metric("jetspec_num_requests_running 1.0")
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-        await server.wait_for_metric("jetspec_client_disconnects_total 1.0")
-        await server.wait_for_metric("jetspec_num_requests_running 0.0")
-        await server.wait_for_metric('jetspec_requests_total{finished_reason="abort"} 1.0')
-
-
-async def test_endless_header_is_cut_off(start: ProcessFactory) -> None:
-    async with start() as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.client.base_url.port)
-        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"a" * 200_000)
-        answer = await asyncio.wait_for(reader.read(200), LIMIT_S)
-        assert answer.startswith(b"HTTP/1.1 400")
-        writer.close()
-
-
 async def test_workers_end_with_the_server(start: ProcessFactory) -> None:
     async with start() as server:
         await server.wait_until_ready()
-        found = subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, check=True).stdout
-        workers = [int(line) for line in found.split()]
+        workers = list(server.workers().values())
         assert len(workers) == 2
         server.process.send_signal(signal.SIGINT)
         assert await server.exit_status() == 0
@@ -278,3 +165,52 @@ async def test_port_in_use_is_reported_at_once(model_folder: Path) -> None:
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert run.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in run.stderr
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A key and a certificate for 127.0.0.1, signed by itself, in one file."""
+    file = tmp_path / "server.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(file), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    file.write_bytes(file.read_bytes() + (tmp_path / "cert.pem").read_bytes())
+    return file
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+async def test_https(start: ProcessFactory, certificate: Path) -> None:
+    async with start("--ssl-certfile", str(certificate), certificate=certificate, FAKE_ROUND_S="0.001") as server:
+        assert server.client.base_url.scheme == "https"
+        await server.wait_until_ready()
+        async with server.stream(max_tokens=20) as response:
+            lines = [line async for line in response.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")  # plain HTTP
+        assert b"200 OK" not in await asyncio.wait_for(reader.read(), LIMIT_S)
+        writer.close()
+
+
+def test_unusable_certificates_and_keys_are_reported_before_anything_is_loaded(tmp_path: Path) -> None:
+    rubbish = tmp_path / "rubbish.pem"
+    rubbish.write_text("no certificate")
+    for wrong, message in (
+        (ServeConfig(ssl_certfile=str(tmp_path / "none")), "--ssl-certfile: .* does not exist"),
+        (ServeConfig(ssl_certfile=str(rubbish), ssl_keyfile=str(tmp_path / "none")), "--ssl-keyfile"),
+        (ServeConfig(ssl_certfile=str(rubbish)), "--ssl-certfile and --ssl-keyfile"),
+        (ServeConfig(api_key_file=str(tmp_path / "none")), "--api-key-file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(wrong)
+
+
+def test_more_than_one_http_process_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("WEB_CONCURRENCY", "4")
+    assert main(["serve"]) == 2
+    assert "WEB_CONCURRENCY" in capsys.readouterr().err
+
+
+def test_model_given_twice_is_refused(capsys: Any) -> None:
+    assert main(["serve", "one", "--model", "two"]) == 2
+    assert "--model: the model was given twice" in capsys.readouterr().err
