@@ -22,7 +22,8 @@ class Drafts:
     """R blocks in the making.
 
     anchors [R]; token_ids [R, γ] drafts d_1..d_γ; confidences [R, γ] the probability each had when it was chosen;
-    num_frozen [R]: slots that are context; slot num_frozen holds the row's current anchor.
+    num_frozen [R]: slots that are context; slot num_frozen holds the row's current anchor. candidates [R, γ, C], where
+    they were asked for: each draft's likeliest columns in the pass that chose it, best first.
     """
 
     packing: Packing
@@ -31,6 +32,8 @@ class Drafts:
     confidences: Tensor
     num_frozen: Tensor
     feature: Tensor | None = None
+    num_candidates: int = 0
+    candidates: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -40,8 +43,13 @@ def begin(
     anchors: Sequence[int],
     num_draft_tokens: int,
     generator: torch.Generator,
+    *,
+    num_candidates: int = 0,
 ) -> Drafts:
-    """J0: anchors followed by noise drawn from the verified tokens (or masks), one pass."""
+    """J0: anchors followed by noise drawn from the verified tokens (or masks), one pass.
+
+    `num_candidates`: how many of each draft's likeliest columns to keep, for who wants to compare choices.
+    """
     networks, config = sequence.networks, sequence.networks.config
     num_slots = config.num_slots(num_draft_tokens)
     rows = len(anchors)
@@ -59,6 +67,7 @@ def begin(
         token_ids=noise,
         confidences=torch.zeros(rows, num_draft_tokens, device=networks.device),
         num_frozen=torch.zeros(rows, dtype=torch.long, device=networks.device),
+        num_candidates=num_candidates,
     )
     refine(sequence, drafts)
     return drafts
@@ -84,6 +93,10 @@ def refine(sequence: DraftSequence, drafts: Drafts) -> None:
     is_open = draft_number[None, :] > drafts.num_frozen[:, None]
     drafts.token_ids = torch.where(is_open, networks.to_token_ids(column), drafts.token_ids)
     drafts.confidences = torch.where(is_open, (top - logits.logsumexp(-1)).exp(), drafts.confidences)
+    if drafts.num_candidates:
+        likeliest = logits.topk(min(drafts.num_candidates, logits.shape[-1])).indices
+        before = likeliest if drafts.candidates is None else drafts.candidates
+        drafts.candidates = torch.where(is_open[..., None], likeliest, before)
 
 
 @torch.inference_mode()

@@ -11,15 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from decoding.calibration import (
-    Calibration,
     RoundRecord,
-    calibrated_scores,
     fit,
     observe_round,
     realised_score,
 )
-from decoding.outcomes import OutcomeTable, top_outcomes
+from decoding.observation import ObservedRound
 from decoding.plan import PassPlan
+from decoding.rules import SCORE_RULES, outcome_rank, scored_outcomes
 from decoding.sampling import SamplingParameters
 from decoding.selection import select
 from server.models import default_weights
@@ -27,11 +26,10 @@ from server.tokenizer import Tokenizer
 from training.errors import InputError
 from training.output import StopRequest, exclusive
 from training.prompts import SHUFFLE_SEED, read_prompts, shuffled, worded
-from training.rounds import Bench, ObservedRound, observe_text, open_bench
+from training.rounds import Bench, observe_text, open_bench
 from training.session import Place, note, open_target
 
 CACHE_SIZES = (1, 2, 4, 8, 16)
-RULES = ("served", "uncalibrated", "draft-model")
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -210,13 +208,13 @@ def make_report(
     """Measure every rule on rounds of prompts it was not fitted on."""
     halves = [[item for item in observations if item.prompt % 2 == parity] for parity in (0, 1)]
     pairs = [(halves[1], halves[0]), (halves[0], halves[1])] if all(halves) else [(list(observations),) * 2]
-    hits = {rule: dict.fromkeys(CACHE_SIZES, 0) for rule in RULES}
+    hits = {rule: dict.fromkeys(CACHE_SIZES, 0) for rule in SCORE_RULES}
     num_covered, num_entries, has_threshold = 0, 0, True
     for fitted_on, measured_on in pairs:
         calibration = fit([item.record for item in fitted_on], options.target_rate)
         for item in measured_on:
-            for rule in RULES:
-                rank = hit_rank(item.round, rule, calibration)
+            for rule in SCORE_RULES:
+                rank = outcome_rank(item.round, rule, calibration, max(CACHE_SIZES))
                 for size in CACHE_SIZES:
                     hits[rule][size] += rank is not None and rank < size
         if calibration.threshold is None:
@@ -226,7 +224,7 @@ def make_report(
         for item in measured_on:
             score = realised_score(item.record, calibration.weights, calibration.anchor_temperature)
             num_covered += score >= threshold
-            table = scored(item.round, "served", calibration)
+            table = scored_outcomes(item.round, "served", calibration)
             num_entries += len(select(table, len(table), item.round.excluded_columns, threshold))
     count = len(observations)
     return CalibrationReport(
@@ -244,24 +242,6 @@ def make_report(
             for file in dict.fromkeys(prompt.file for prompt in prompts)
         },
     )
-
-
-def scored(observed: ObservedRound, rule: str, calibration: Calibration) -> OutcomeTable:
-    """Outcomes as a rule ranks them. The draft-model rule takes the draft model's own probabilities for p̃_i."""
-    if rule == "uncalibrated":
-        return top_outcomes(observed.log_p, observed.draft_columns)
-    if rule == "draft-model":
-        weights = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        calibration = Calibration(weights, calibration.anchor_temperature, None)
-    return calibrated_scores(observed.log_p, observed.draft_columns, observed.confidences, calibration)
-
-
-def hit_rank(observed: ObservedRound, rule: str, calibration: Calibration) -> int | None:
-    """How many outcomes a rule puts before the one that happened; None when it is not among the 16 best."""
-    table = select(scored(observed, rule, calibration), max(CACHE_SIZES), observed.excluded_columns)
-    happened = (table.num_accepted == observed.num_accepted) & (table.column == observed.anchor_column)
-    found = happened.nonzero().flatten().tolist()
-    return int(found[0]) if found else None
 
 
 def write_text(path: Path, text: str) -> None:

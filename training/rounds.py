@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decoding.acceptance import accept
-from decoding.calibration import ANCHOR_CANDIDATES
+from decoding.observation import ObservedRound, RoundOutcome, compact_round
 from decoding.plan import PassPlan
 from decoding.sampling import SamplingParameters, draw
 from decoding.uniforms import noise_generator
@@ -24,22 +24,6 @@ from modeling.cache import KeyValueCache
 from modeling.decoder import decoder_layer_ids
 from modeling.draft_model import load_draft_model
 from modeling.target import Target, TargetBlock, TargetRunner
-
-
-@dataclass(frozen=True)
-class ObservedRound:
-    """One round that did not end its text.
-
-    log_p [γ+1, columns]: the decoder's log-probabilities over the columns that any rule looks at, in vocabulary order.
-    draft_columns, anchor_column and excluded_columns index them; -1 stands for a token the draft vocabulary lacks.
-    """
-
-    log_p: Tensor
-    draft_columns: list[int]
-    confidences: Tensor
-    num_accepted: int
-    anchor_column: int
-    excluded_columns: list[int]
 
 
 @dataclass(frozen=True)
@@ -125,18 +109,13 @@ def _decoder_rows(bench: Bench, cache: KeyValueCache, start: int, stop: int) -> 
 def _observed(bench: Bench, drafting: DraftRound, num_accepted: int, anchor: int) -> ObservedRound:
     assert drafting.foresight is not None, "the round ran to its end"
     networks, log_p = bench.networks, drafting.foresight.log_p
-    drafts = networks.to_columns(drafting.block.token_ids)
-    realised = networks.to_columns([anchor])[0]
-    ends = networks.to_columns(sorted(bench.stop_token_ids))
-    # One more than a rule looks at, since the row's own draft token is struck out; ascending, so that ties stay.
-    top = log_p.topk(min(ANCHOR_CANDIDATES + 1, log_p.shape[1]), dim=1).indices.flatten().tolist()
-    kept = sorted({column for column in (*top, *drafts, realised, *ends) if column >= 0})
-    place = {column: index for index, column in enumerate(kept)}
-    return ObservedRound(
-        log_p=log_p[:, kept].cpu(),
-        draft_columns=[place.get(column, -1) for column in drafts],
-        confidences=torch.tensor(drafting.block.confidences),
-        num_accepted=num_accepted,
-        anchor_column=place.get(realised, -1),
-        excluded_columns=[place[column] for column in ends if column >= 0],
+    return compact_round(
+        log_p,
+        networks.to_columns(drafting.block.token_ids),
+        torch.tensor(drafting.block.confidences),
+        RoundOutcome(
+            num_accepted,
+            networks.head.column(anchor),
+            networks.to_columns(sorted(bench.stop_token_ids)),
+        ),
     )

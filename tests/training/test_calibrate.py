@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from decoding import observation
 from decoding.calibration import Calibration, calibrated_scores
+from decoding.observation import ObservedRound
 from decoding.outcomes import top_outcomes
 from decoding.plan import PassPlan
+from decoding.rules import SCORE_RULES
 from decoding.sampling import SamplingParameters, draw
 from decoding.selection import select
 from draft_worker.round import DraftRound
@@ -17,9 +20,9 @@ from modeling.target import TargetBlock, TargetRunner, load_target
 from tests.tiny.models import VOCAB_SIZE, TinyModels
 from tests.training.texts import CPU, END_ID
 from training import rounds
-from training.calibrate import CACHE_SIZES, RULES, hit_rank
+from training.calibrate import CACHE_SIZES
 from training.cli import main
-from training.rounds import Bench, ObservedRound, observe_text, open_bench
+from training.rounds import Bench, observe_text, open_bench
 
 NUM_DRAFTS = 4
 
@@ -67,7 +70,7 @@ def test_observed_columns_lose_nothing(bench: Bench, monkeypatch: pytest.MonkeyP
     """Ranking on the kept columns is ranking on all of them."""
     calibration = Calibration((0.3, 0.8, 0.1, -0.2, 0.4, 0.1), 1.3, None)
     networks = bench.networks
-    monkeypatch.setattr(rounds, "ANCHOR_CANDIDATES", 6)
+    monkeypatch.setattr(observation, "ANCHOR_CANDIDATES", 6)
     observed = rounds._observed
     checked = 0
 
@@ -100,35 +103,6 @@ def test_observed_columns_lose_nothing(bench: Bench, monkeypatch: pytest.MonkeyP
     assert checked > 3
 
 
-def test_hit_rank_counts_what_a_rule_prefers() -> None:
-    """Two slots, five columns: by hand, (0, 2) is first, (1, 0) second; column 4 ends the text and is no outcome."""
-    log_p = torch.tensor([[0.05, 0.3, 0.4, 0.05, 0.2], [0.5, 0.1, 0.2, 0.1, 0.1]]).log()
-    calibration = Calibration.uncalibrated()
-
-    def rank(num_accepted: int, column: int) -> int | None:
-        observed = ObservedRound(log_p, [1], torch.tensor([0.3]), num_accepted, column, [4])
-        return hit_rank(observed, "uncalibrated", calibration)
-
-    assert rank(0, 2) == 0  # 0.4
-    assert rank(1, 0) == 1  # 0.3 * 0.5
-    assert rank(1, 2) == 2  # 0.3 * 0.2
-    assert rank(0, 1) is None  # the draft itself
-    assert rank(0, 4) is None
-    assert rank(0, -1) is None
-
-
-def test_draft_model_rule_takes_the_drafts_own_probabilities() -> None:
-    log_p = torch.tensor([[0.1, 0.8, 0.1], [0.4, 0.3, 0.3]]).log()
-    calibration = Calibration((0.0, 1.0, 0.0, 0.0, 0.0, 0.0), 1.0, None)
-
-    def rank(rule: str, confidence: float) -> int | None:
-        return hit_rank(ObservedRound(log_p, [1], torch.tensor([confidence]), 0, 0, []), rule, calibration)
-
-    assert rank("served", 0.01) == rank("served", 0.99) == 3  # the decoder believes in the draft
-    assert rank("draft-model", 0.01) == 0
-    assert rank("draft-model", 0.99) == 3
-
-
 @pytest.fixture
 def calibrate(target_folder: Path, models_folder: TinyModels, tmp_path: Path) -> Callable[..., int]:
     prompts = tmp_path / "prompts.jsonl"
@@ -154,14 +128,14 @@ def test_calibration_is_fitted_reported_and_loads(
     assert report["num_rounds"] > 10
     assert len(report["prompts"]["prompts.jsonl"]) == 3
     assert report["is_cross_fitted"]
-    assert set(report["hit_rate"]) == set(RULES)
+    assert set(report["hit_rate"]) == set(SCORE_RULES)
     for rates in report["hit_rate"].values():
         ordered = [rates[str(size)] for size in CACHE_SIZES]
         assert ordered == sorted(ordered)
         assert 0 <= ordered[0] <= ordered[-1] <= 1
     assert report["hit_rate"]["served"]["16"] > 0.2
     told = capsys.readouterr().out
-    assert all(f"hit rate {rule}: B=1 " in told for rule in RULES)
+    assert all(f"hit rate {rule}: B=1 " in told for rule in SCORE_RULES)
     assert "threshold: " in told
     # The same rounds give the same numbers.
     first = (tmp_path / "out" / "budget-5.json").read_text()
