@@ -2,7 +2,8 @@
 
 Every committed token is the target's own draw; a draft token only decides whether the next row
 may be used. The draft's probabilities are never consulted: with an argmax draft they would bias
-the text (paper, appendix F.3). Knows nothing of end-of-text tokens or length limits.
+the text (paper, appendix F.3). Knows nothing of length limits, and of rules and ends of the text
+only that an editor has them.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from decoding.editing import RowEditor
 from decoding.sampling import SamplingParameters, draw
 
 
@@ -27,18 +29,23 @@ def accept(
     drafts: Sequence[int],
     parameters: SamplingParameters,
     first_position: int,
+    editor: RowEditor | None = None,
 ) -> Outcome:
     """The outcome of a block [y0, d_1..d_γ] whose anchor y0 stands at `first_position` - 1.
 
     Row i holds the target's logits after [y0..d_i], so its draw is the token at
     `first_position` + i. Rows beyond len(drafts) + 1 are padding and ignored; so are, unread, the
-    rows behind the first mismatch. Raises ValueError when rows are missing.
+    rows behind the first mismatch. An `editor` sees every row before the draw and every drawn token
+    after it, and no other token; where it says that the text ends, that token is the anchor, right
+    draft or not. Raises ValueError when rows are missing.
     """
     if rows.shape[0] < len(drafts) + 1:
         raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} rows, got {rows.shape[0]}")
     num_accepted = 0
     while True:
-        token_id = draw(rows[num_accepted], parameters, first_position + num_accepted)
-        if num_accepted == len(drafts) or token_id != drafts[num_accepted]:
+        row = rows[num_accepted] if editor is None else editor.edit(rows[num_accepted])
+        token_id = draw(row, parameters, first_position + num_accepted)
+        goes_on = editor is None or editor.advance(token_id)
+        if not goes_on or num_accepted == len(drafts) or token_id != drafts[num_accepted]:
             return Outcome(num_accepted, token_id)
         num_accepted += 1

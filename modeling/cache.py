@@ -87,6 +87,11 @@ class KeyValueCache:
         self.key[layer, :, row:stop] = heads.key.transpose(0, 1)
         self.value[layer, :, row:stop] = heads.value.transpose(0, 1)
 
+    def clear(self) -> None:
+        """Forget everything. Needed only after numbers that are none: a mask hides them, but 0 times NaN is NaN."""
+        self.key.zero_()
+        self.value.zero_()
+
     def keys(self, layer: int, num_positions: int) -> Tensor:
         """Scratch area and the first positions: [kv_heads, scratch + num_positions, dim], a view."""
         return self.key[layer, :, : self.num_scratch + num_positions]

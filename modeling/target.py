@@ -33,10 +33,14 @@ class TargetBlock:
 
 @dataclass(frozen=True)
 class TargetRows:
-    """What the target says of a block's rows: logits [rows, vocab], tapped states [rows, taps, hidden]."""
+    """What the target says of a block's rows: logits [rows, vocab], tapped states [rows, taps, hidden].
+
+    `hidden` [rows, hidden] is what the last layer gave, for `TargetRunner.logits`.
+    """
 
     logits: Tensor
     taps: Tensor
+    hidden: Tensor
 
 
 class Target(nn.Module):
@@ -130,10 +134,13 @@ class TargetRunner:
             hidden = layer.finish(hidden, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
             if index in self._taps:
                 taps[:, self._taps[index]] = hidden
-        if last_row_only:
-            hidden = hidden[-1:]
-        logits = linear(rms_norm(hidden, target.norm, shape.rms_eps), self.head)
-        return TargetRows(logits, taps)
+        return TargetRows(self.logits(hidden[-1:] if last_row_only else hidden), taps, hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, vocab] of rows [rows, hidden] of the last layer."""
+        target = self.target
+        return linear(rms_norm(hidden, target.norm, target.architecture.rms_eps), self.head)
 
     def _mask(self, block: TargetBlock) -> KeyMask:
         rows = torch.arange(block.start, block.start + len(block.token_ids), device=self.target.device)

@@ -58,8 +58,9 @@ class Submit(WireMessage):
     """Start a sequence.
 
     `num_logprobs` asks for the log-probability of every generated token and of that many likeliest ones beside it,
-    None for neither; `num_prompt_logprobs` the same for the prompt. With a `grammar` only texts of the grammar come
-    out, and a stop token only where such a text may end. A request that cannot be served ends in `Failed`.
+    None for neither; `num_prompt_logprobs` the same for the prompt. With a `grammar` the text is one of the grammar's,
+    or the beginning of one where `max_tokens`, or a stop token that is text, cuts it. A request that cannot be served
+    ends in `Failed`.
     """
 
     kind: Literal["submit"] = "submit"
@@ -111,7 +112,8 @@ RoundOutcome = Literal["prefill", "hit", "late_hit", "miss", "autoregressive"]
 class RoundResult(WireMessage):
     """What one round of one sequence committed, and how.
 
-    `token_ids` is after the cut at a stop token or at `max_tokens`, and may be empty; `num_accepted` is before any cut.
+    `token_ids` is after the cut at a stop token or at `max_tokens`, and may be empty. `num_accepted` counts the drafts
+    that were right up to an end of the text, the bonus token then, but knows no `max_tokens`.
     `exposed_s` runs from the end of the verification before to the start of this one, 0.0 for a prefill. `num_cached`
     counts the entries of the speculation cache at look-up. `logprobs` has one entry for each of `token_ids`, or is None
     where none were asked for.

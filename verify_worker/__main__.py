@@ -19,7 +19,9 @@ from protocol.channel import ZmqChannel
 from protocol.messages import FRONTEND_MESSAGES, PEER_MESSAGES, PROTOCOL_VERSION, PeerHello
 from protocol.trace import Trace
 from protocol.worker_config import WorkerConfig
+from verify_worker.grammar import GrammarCompiler
 from verify_worker.verifier import Verifier
+from verify_worker.vocabulary import read_vocabulary
 from verify_worker.worker import VerifierSettings, VerifyWorker
 
 logger = logging.getLogger("jetspec.verifier")
@@ -38,6 +40,7 @@ def run(config: WorkerConfig) -> None:
         draft = draft_config_from_json(read_json(Path(config.draft_path) / "config.json"))
         check_draft_fits(draft, shape)
         tap_layers = draft.tap_layers
+    vocabulary = read_vocabulary(folder, shape.vocab_size)
     runner = TargetRunner(target, tap_layers, max_model_len + config.num_draft_tokens + 1)
     policy = choose_policy(runner, config.num_draft_tokens, config.max_num_seqs)
     decoder_layers = decoder_layer_ids(tap_layers[-1], shape.num_layers) if tap_layers else ()
@@ -59,6 +62,7 @@ def run(config: WorkerConfig) -> None:
         )
     settings = VerifierSettings(
         model_name=folder.name,
+        vocab_size=vocabulary.size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         num_draft_tokens=config.num_draft_tokens,
@@ -69,9 +73,10 @@ def run(config: WorkerConfig) -> None:
     peer = ZmqChannel.bind(config.peer_endpoint, config.run_id, PEER_MESSAGES)
     frontend = ZmqChannel.connect(config.frontend_endpoint, config.run_id, FRONTEND_MESSAGES)
     trace = Trace(None if config.trace_path is None else Path(config.trace_path), "verifier")
+    grammars = GrammarCompiler(vocabulary, device)
     with peer, frontend, trace:
         verifier = Verifier(runner, policy, decoder_layers[0] if decoder_layers else shape.num_layers)
-        VerifyWorker(runner, verifier, settings, hello, frontend, peer, trace).run()
+        VerifyWorker(runner, verifier, settings, hello, frontend, peer, grammars, trace).run()
 
 
 def main() -> int:

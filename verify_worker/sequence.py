@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from decoding.acceptance import Outcome
+from decoding.editing import RowEditor, TextRules
 from decoding.sampling import SamplingParameters
 from modeling.cache import KeyValueCache
 
@@ -30,10 +31,11 @@ class Request:
     sequence_id: int
     prompt_token_ids: list[int]
     max_tokens: int
-    min_tokens: int
     sampling: SamplingParameters
-    stop_token_ids: frozenset[int]
+    rules: TextRules
     speculative: bool
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,15 @@ class SpeculationCache:
 
 @dataclass
 class Sequence:
-    """A running request. `num_rows` = n rows in the target's cache; `anchor` is the committed token at position n."""
+    """A running request. `num_rows` = n rows in the target's cache; `anchor` is the committed token at position n.
+
+    `editor` has seen every drawn token, those of the round that is being concluded too.
+    """
 
     request: Request
     slot: int
     cache: KeyValueCache
+    editor: RowEditor
     arrived_at: float
     stage: Stage = Stage.PREFILL
     num_rows: int = 0
@@ -100,13 +106,20 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     def commit(self, outcome: Outcome, max_model_len: int) -> Committed:
-        """Take an outcome's tokens over one by one, up to a stop token, `max_tokens` or the end of the context."""
+        """Take an outcome's tokens over one by one, up to an end of the text.
+
+        That is a stop token, a token after which the grammar allows none, `max_tokens` or the end of the context. Only
+        the last of an outcome's tokens can be one of the first two: verification ends there.
+        """
+        tokens = [*self.drafts[: outcome.num_accepted], outcome.anchor]
         taken: list[int] = []
-        for token_id in [*self.drafts[: outcome.num_accepted], outcome.anchor]:
+        for token_id in tokens:
             self.num_generated += 1
-            if token_id in self.request.stop_token_ids and self.num_generated > self.request.min_tokens:
+            if token_id in self.request.rules.stop_token_ids:
                 return Committed(taken, "stop", token_id)
             taken.append(token_id)
+            if len(taken) == len(tokens) and self.editor.is_complete:
+                return Committed(taken, "stop", None)
             is_full = self.num_prompt_tokens + self.num_generated >= max_model_len
             if self.num_generated >= self.request.max_tokens or is_full:
                 return Committed(taken, "length", None)

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from decoding.acceptance import Outcome
-from decoding.sampling import SamplingParameters
+from decoding.editing import RowEditor
+from decoding.logprobs import TokenReport
 from modeling.cache import KeyValueCache
 from modeling.target import TargetRunner
 from modeling.tensors import DTYPE_NAMES, to_bytes
 from protocol.channel import Channel, wait_any
+from protocol.fields import MAX_LOGPROB_ENTRIES
 from protocol.frames import TensorFrame
 from protocol.messages import (
     Abort,
@@ -36,6 +38,7 @@ from protocol.messages import (
     PeerHello,
     PeerMessage,
     PeerRejected,
+    PromptLogprobs,
     RoundResult,
     Stop,
     Submit,
@@ -43,14 +46,18 @@ from protocol.messages import (
     VerifierStatus,
 )
 from protocol.trace import NO_TRACE, Trace
+from verify_worker.grammar import GrammarCompiler
 from verify_worker.handshake import difference
+from verify_worker.requests import Refused, request_from, wire_logprobs
 from verify_worker.sequence import Request, Sequence, Stage
 from verify_worker.tracing import trace_prefill, trace_round
-from verify_worker.verifier import Verification, Verifier, without_drafts
+from verify_worker.verifier import Failure, Verdict, Verification, Verifier, guarded, without_drafts
+from verify_worker.waiting import Waiting, WaitingLine
 
 logger = logging.getLogger("jetspec.verifier")
 
 IDLE_WAIT_S = 0.05
+COMPILING_WAIT_S = 0.002
 STATUS_INTERVAL_S = 0.5
 MAX_SILENT_WAITS = 3
 MAX_ROWS_A_MESSAGE = 64
@@ -59,9 +66,10 @@ MAX_ROWS_A_MESSAGE = 64
 
 @dataclass(frozen=True)
 class VerifierSettings:
-    """What the loop needs to know beyond the model."""
+    """What the loop needs to know beyond the model. `vocab_size` counts the ids that have a text."""
 
     model_name: str
+    vocab_size: int
     max_model_len: int
     max_num_seqs: int
     num_draft_tokens: int
@@ -93,6 +101,7 @@ class VerifyWorker:
         hello: PeerHello | None,
         frontend: Channel[FrontendMessage],
         peer: Channel[PeerMessage],
+        grammars: GrammarCompiler,
         trace: Trace = NO_TRACE,
     ) -> None:
         self._runner = runner
@@ -101,8 +110,9 @@ class VerifyWorker:
         self._hello = hello
         self._frontend = frontend
         self._peer = peer
+        self._grammars = grammars
         self._trace = trace
-        self._waiting: deque[tuple[Request, float]] = deque()
+        self._waiting = WaitingLine()
         self._running: dict[int, Sequence] = {}
         self._caches: list[KeyValueCache] = []
         self._free_slots = list(range(settings.max_num_seqs))[::-1]
@@ -130,6 +140,7 @@ class VerifyWorker:
             elif not prefilled:
                 wait_any((self._frontend, self._peer), self._idle_wait_s())
             self._report()
+        self._grammars.close()
 
     def stop(self) -> None:
         """End `run` after the current round."""
@@ -210,78 +221,69 @@ class VerifyWorker:
         return len(drafts) == num_wanted and all(token_id < vocab_size for token_id in drafts)
 
     def _submit(self, message: Submit) -> None:
-        waiting = any(request.sequence_id == message.sequence_id for request, _ in self._waiting)
+        waiting = any(entry.request.sequence_id == message.sequence_id for entry in self._waiting)
         if waiting or message.sequence_id in self._running:
             self._num_stale += 1
             return
-        vocab_size = self._runner.target.architecture.vocab_size
-        problem = None
-        if len(message.prompt_token_ids) >= self._settings.max_model_len:
-            problem = Failed(
-                sequence_id=message.sequence_id,
-                code="context_length_exceeded",
-                message=f"the prompt has {len(message.prompt_token_ids)} tokens; the maximum context length is "
-                f"{self._settings.max_model_len}",
-            )
-        elif max([*message.prompt_token_ids, *message.stop_token_ids]) >= vocab_size:
-            problem = Failed(
-                sequence_id=message.sequence_id,
-                code="invalid_request",
-                message=f"a token id is outside the vocabulary of {vocab_size}",
-            )
-        if problem is not None:
-            self._tell(problem)
+        try:
+            request = request_from(message, self._settings.vocab_size, self._settings.max_model_len)
+        except Refused as refusal:
+            self._tell(refusal.answer)
             return
-        sampling = message.sampling
-        request = Request(
-            sequence_id=message.sequence_id,
-            prompt_token_ids=list(message.prompt_token_ids),
-            max_tokens=message.max_tokens,
-            min_tokens=message.min_tokens,
-            sampling=SamplingParameters(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                seed=sampling.seed,
-            ),
-            stop_token_ids=frozenset(message.stop_token_ids),
-            speculative=message.speculative,
-        )
-        self._waiting.append((request, time.perf_counter()))
+        grammar = None if message.grammar is None else self._grammars.start(message.grammar)
+        self._waiting.add(Waiting(request, grammar))
 
     def _abort(self, sequence_id: int) -> None:
-        for entry in self._waiting:
-            if entry[0].sequence_id == sequence_id:
-                self._waiting.remove(entry)
-                self._tell(_aborted_while_waiting(entry[0], time.perf_counter() - entry[1]))
-                return
-        sequence = self._running.get(sequence_id)
-        if sequence is not None:
-            self._finish(sequence, "abort", None)
+        entry = self._waiting.remove(sequence_id)
+        if entry is not None:
+            self._tell(_aborted_while_waiting(entry.request, time.perf_counter() - entry.arrived_at))
+        elif sequence_id in self._running:
+            self._finish(self._running[sequence_id], "abort", None)
 
     # --- scheduling
 
     def _admit(self) -> None:
         """Give free slots to waiting requests, first come first served."""
-        while self._waiting and self._free_slots:
-            request, arrived_at = self._waiting.popleft()
+        for sequence_id, problem in [(entry.request.sequence_id, entry.problem) for entry in self._waiting]:
+            if problem is not None:
+                self._waiting.remove(sequence_id)
+                failure = Failure("invalid_request", f"the grammar cannot be used: {problem}", "grammar")
+                self._tell(_failed(sequence_id, failure))
+        while self._free_slots and (entry := self._waiting.next_ready()) is not None:
             slot = self._free_slots.pop()
-            while slot >= len(self._caches):
-                self._caches.append(self._runner.new_cache())
-            sequence = Sequence(request, slot, self._caches[slot], arrived_at)
-            self._running[request.sequence_id] = sequence
-            if request.speculative and self._drafter is not None and self._drafter.is_responsive:
-                sequence.is_drafted = self._peer.send(
-                    OpenSequence(
-                        sequence_id=request.sequence_id,
-                        slot=slot,
-                        prompt_token_ids=request.prompt_token_ids,
-                        stop_token_ids=sorted(request.stop_token_ids),
-                    )
+            cache = self._cache_of(slot)
+            if isinstance(cache, Failure):
+                self._free_slots.append(slot)
+                self._tell(_failed(entry.request.sequence_id, cache))
+            else:
+                self._start(entry, slot, cache)
+
+    def _cache_of(self, slot: int) -> KeyValueCache | Failure:
+        """The cache of a slot, allocated when first needed."""
+        while slot >= len(self._caches):
+            cache = guarded(self._runner.new_cache)
+            if isinstance(cache, Failure):
+                return cache
+            self._caches.append(cache)
+        return self._caches[slot]
+
+    def _start(self, entry: Waiting, slot: int, cache: KeyValueCache) -> None:
+        request = entry.request
+        grammar = None if entry.grammar is None else entry.grammar.result().copy()
+        editor = RowEditor(request.rules, request.prompt_token_ids, self._runner.target.device, grammar)
+        sequence = Sequence(request, slot, cache, editor, entry.arrived_at)
+        self._running[request.sequence_id] = sequence
+        if request.speculative and self._drafter is not None and self._drafter.is_responsive:
+            sequence.is_drafted = self._peer.send(
+                OpenSequence(
+                    sequence_id=request.sequence_id,
+                    slot=slot,
+                    prompt_token_ids=request.prompt_token_ids,
+                    stop_token_ids=sorted(request.rules.stop_token_ids),
                 )
-                if not sequence.is_drafted:
-                    self._lose_drafter()
+            )
+            if not sequence.is_drafted:
+                self._lose_drafter()
 
     def _expire_waits(self) -> None:
         now = time.perf_counter()
@@ -293,14 +295,15 @@ class VerifyWorker:
                 self._go_alone(sequence)
 
     def _idle_wait_s(self) -> float:
-        """Until the next wait for the drafter runs out, at most the usual idle time."""
+        """Until the next wait for the drafter runs out, or a grammar may be compiled; at most the usual idle time."""
         now = time.perf_counter()
         left = [
             self._settings.fallback_timeout_s - (now - sequence.awaiting_since)
             for sequence in self._running.values()
             if sequence.stage is Stage.AWAITING
         ]
-        return max(0.0, min([IDLE_WAIT_S, *left]))
+        usual = COMPILING_WAIT_S if self._waiting.is_compiling else IDLE_WAIT_S
+        return max(0.0, min([usual, *left]))
 
     def _prefill(self) -> bool:
         """One chunk of one prompt, turn by turn; whether there was one."""
@@ -312,17 +315,26 @@ class VerifyWorker:
         self._last_prefilled = sequence.sequence_id
         started = time.perf_counter()
         start = sequence.num_rows
-        taps = self._verifier.prefill(sequence, self._settings.prefill_chunk)
-        is_last = sequence.num_rows == sequence.num_prompt_tokens
-        self._send_context(sequence, start, taps, sequence.num_rows - is_last)
+        rows = self._verifier.prefill(sequence, self._settings.prefill_chunk)
         self._num_rounds += 1
+        if isinstance(rows, Failure):
+            self._fail(sequence, rows)
+            return True
+        is_last = sequence.num_rows == sequence.num_prompt_tokens
+        self._send_context(sequence, start, rows.taps, sequence.num_rows - is_last)
+        self._tell_prompt_logprobs(sequence, start + 1, rows.reports)
         trace_prefill(self._trace, sequence, start, started)
         if is_last:
-            outcome = self._verifier.first_token(sequence)
+            verdict = self._verifier.first_token(sequence)
             sequence.prefilled_at = sequence.verified_at = time.perf_counter()
             sequence.num_rows -= 1  # the last prompt row is this round's verified anchor
-            self._conclude(sequence, Verification(outcome, taps[-1:]), "prefill", sequence.prefilled_at - started, 0.0)
+            self._conclude(sequence, verdict, "prefill", sequence.prefilled_at - started, 0.0)
         return True
+
+    def _tell_prompt_logprobs(self, sequence: Sequence, start: int, reports: list[TokenReport]) -> None:
+        for first in range(0, len(reports), MAX_LOGPROB_ENTRIES):
+            entries = wire_logprobs(reports[first : first + MAX_LOGPROB_ENTRIES])
+            self._tell(PromptLogprobs(sequence_id=sequence.sequence_id, start=start + first, entries=entries))
 
     def _send_context(self, sequence: Sequence, start: int, taps: Tensor, stop: int) -> None:
         for first in range(start, stop, MAX_ROWS_A_MESSAGE):
@@ -344,14 +356,15 @@ class VerifyWorker:
     def _verify(self, ready: list[Sequence]) -> None:
         """One verification of every ready sequence, then the consequences of each."""
         started = time.perf_counter()
-        verifications = self._verifier.verify(ready)
+        verdicts = self._verifier.verify(ready)
         finished = time.perf_counter()
         self._receive_pushes()
-        for sequence, verification in zip(ready, verifications, strict=True):
+        for sequence, verdict in zip(ready, verdicts, strict=True):
             exposed_s = max(0.0, started - sequence.verified_at)
-            trace_round(self._trace, sequence, verification.outcome, started, finished)
+            if isinstance(verdict, Verification):
+                trace_round(self._trace, sequence, verdict.outcome, started, finished)
             sequence.verified_at = finished
-            self._conclude(sequence, verification, sequence.source, finished - started, exposed_s)
+            self._conclude(sequence, verdict, sequence.source, finished - started, exposed_s)
         self._num_rounds += 1
 
     def _receive_pushes(self) -> None:
@@ -359,17 +372,18 @@ class VerifyWorker:
         while (received := self._peer.receive(0.0)) is not None:
             self._take(received.message)
 
-    def _conclude(
-        self, sequence: Sequence, verification: Verification, source: str, verify_s: float, exposed_s: float
-    ) -> None:
+    def _conclude(self, sequence: Sequence, verdict: Verdict, source: str, verify_s: float, exposed_s: float) -> None:
         """Commit an outcome, look its next block up, tell the drafter, then the server."""
-        outcome = verification.outcome
+        if isinstance(verdict, Failure):
+            self._fail(sequence, verdict)
+            return
+        outcome, reports = verdict.outcome, verdict.reports
         num_drafts = len(sequence.drafts)
         committed = sequence.commit(outcome, self._settings.max_model_len)
         cached = sequence.speculation
         num_cached, version = len(cached.blocks), cached.version
         if committed.reason is None:
-            self._prepare_next(sequence, outcome, verification.taps)
+            self._prepare_next(sequence, outcome, verdict.taps)
         self._tell(
             RoundResult(
                 sequence_id=sequence.sequence_id,
@@ -382,6 +396,7 @@ class VerifyWorker:
                 exposed_s=exposed_s,
                 num_cached=num_cached,
                 cache_version=version,
+                logprobs=None if reports is None else wire_logprobs(reports[: len(committed.token_ids)]),
             )
         )
         if committed.reason is not None:
@@ -444,9 +459,7 @@ class VerifyWorker:
 
     def _finish(self, sequence: Sequence, reason: str, stop_token_id: int | None) -> None:
         now = time.perf_counter()
-        self._close_drafting(sequence)
-        del self._running[sequence.sequence_id]
-        self._free_slots.append(sequence.slot)
+        self._release(sequence)
         prefilled_at = sequence.prefilled_at or now
         self._tell(
             Finished(
@@ -460,6 +473,18 @@ class VerifyWorker:
                 decode_s=now - prefilled_at,
             )
         )
+
+    def _fail(self, sequence: Sequence, failure: Failure) -> None:
+        """End a sequence that cannot go on; the others do not notice."""
+        logger.error("sequence %d failed: %s", sequence.sequence_id, failure.message)
+        self._release(sequence)
+        sequence.cache.clear()
+        self._tell(_failed(sequence.sequence_id, failure))
+
+    def _release(self, sequence: Sequence) -> None:
+        self._close_drafting(sequence)
+        del self._running[sequence.sequence_id]
+        self._free_slots.append(sequence.slot)
 
     # --- telling the server
 
@@ -481,7 +506,7 @@ class VerifyWorker:
             VerifierReady(
                 pid=os.getpid(),
                 model_name=self._settings.model_name,
-                vocab_size=architecture.vocab_size,
+                vocab_size=self._settings.vocab_size,
                 max_model_len=self._settings.max_model_len,
                 num_draft_tokens=self._settings.num_draft_tokens,
                 dtype=DTYPE_NAMES[self._runner.target.dtype],
@@ -507,6 +532,10 @@ class VerifyWorker:
                 drafter_connected=self._drafter is not None,
             )
         )
+
+
+def _failed(sequence_id: int, failure: Failure) -> Failed:
+    return Failed(sequence_id=sequence_id, code=failure.code, message=failure.message, parameter=failure.parameter)
 
 
 def _aborted_while_waiting(request: Request, waited_s: float) -> Finished:

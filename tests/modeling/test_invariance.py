@@ -52,13 +52,15 @@ def verify(runner: TargetRunner, policy: RowPolicy, texts: list[list[int]], star
     for cache, text in zip(caches, texts, strict=True):
         rows = text[start:]
         blocks.append(TargetBlock(cache, start, rows + [0] * policy.padding(len(rows))))
-    results: list[TargetRows] = [TargetRows(torch.empty(0), torch.empty(0))] * len(texts)
+    results: list[TargetRows] = [TargetRows(torch.empty(0), torch.empty(0), torch.empty(0))] * len(texts)
     for group in policy.groups([len(block.token_ids) for block in blocks]):
         out = runner.forward([blocks[index] for index in group])
         row = 0
         for index in group:
             real = len(texts[index]) - start
-            results[index] = TargetRows(out.logits[row : row + real], out.taps[row : row + real])
+            results[index] = TargetRows(
+                out.logits[row : row + real], out.taps[row : row + real], out.hidden[row : row + real]
+            )
             row += len(blocks[index].token_ids)
     return results
 
@@ -71,8 +73,8 @@ def step_by_step(runner: TargetRunner, policy: RowPolicy, text: list[int], start
     for position in range(start, len(text)):
         tokens = [text[position]] + [0] * policy.padding(1)
         out = runner.forward([TargetBlock(cache, position, tokens)])
-        rows.append(TargetRows(out.logits[:1], out.taps[:1]))
-    return TargetRows(torch.cat([r.logits for r in rows]), torch.cat([r.taps for r in rows]))
+        rows.append(TargetRows(out.logits[:1], out.taps[:1], out.hidden[:1]))
+    return TargetRows(*(torch.cat(parts) for parts in zip(*((r.logits, r.taps, r.hidden) for r in rows), strict=True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -120,7 +120,7 @@ def run_pieces(runner: TargetRunner, token_ids: list[int], pieces: list[int]) ->
         rows.append(runner.forward([TargetBlock(cache, start, token_ids[start : start + size])]))
         start += size
     assert start == len(token_ids), "the pieces cover the text"
-    return TargetRows(torch.cat([r.logits for r in rows]), torch.cat([r.taps for r in rows]))
+    return TargetRows(*(torch.cat(parts) for parts in zip(*((r.logits, r.taps, r.hidden) for r in rows), strict=True)))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

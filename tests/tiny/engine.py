@@ -23,6 +23,7 @@ from modeling.invariance import choose_policy
 from modeling.kernels.int8 import Quantization
 from modeling.tensors import DTYPE_NAMES
 from protocol.errors import ChannelClosed
+from protocol.fields import Grammar, LogitBias, TokenLogprobs
 from protocol.frames import Received, TensorFrame
 from protocol.memory_channel import NO_FAULTS, FaultPlan, MemoryChannel, memory_pair
 from protocol.messages import (
@@ -39,6 +40,7 @@ from protocol.messages import (
     PeerHello,
     PeerMessage,
     PeerRejected,
+    PromptLogprobs,
     RoundResult,
     SamplingFields,
     Submit,
@@ -47,8 +49,10 @@ from protocol.messages import (
 )
 from protocol.trace import Trace, TraceProcess
 from tests.tiny.models import NUM_LAYERS, TAP_LAYERS, VOCAB_SIZE, DraftKind, TargetKind, TinyModels
+from verify_worker.grammar import GrammarCompiler
 from verify_worker.sequence import Sequence as RunningSequence
-from verify_worker.verifier import Verification, Verifier
+from verify_worker.verifier import Verdict, Verifier
+from verify_worker.vocabulary import read_vocabulary
 from verify_worker.worker import VerifierSettings, VerifyWorker
 
 RUN_ID = "0" * 32
@@ -118,12 +122,12 @@ class GatedVerifier(Verifier):
 
     gate: Callable[[RunningSequence], None] | None = None
 
-    def verify(self, sequences: Sequence[RunningSequence]) -> list[Verification]:
-        verifications = super().verify(sequences)
+    def verify(self, sequences: Sequence[RunningSequence]) -> list[Verdict]:
+        verdicts = super().verify(sequences)
         for sequence in sequences:
             if self.gate is not None:
                 self.gate(sequence)
-        return verifications
+        return verdicts
 
 
 class Drafter(Protocol):
@@ -149,6 +153,38 @@ class Job:
     seed: int = 7
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    def submission(self, sequence_id: int, *, speculative: bool) -> Submit:
+        """The message that asks for it."""
+        return Submit(
+            sequence_id=sequence_id,
+            prompt_token_ids=list(self.prompt),
+            max_tokens=self.max_tokens,
+            sampling=SamplingFields(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                seed=self.seed,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=[LogitBias(token_id=token_id, bias=bias) for token_id, bias in self.logit_bias],
+            ),
+            stop_token_ids=list(self.stop_token_ids),
+            min_tokens=self.min_tokens,
+            speculative=speculative,
+            num_logprobs=self.num_logprobs,
+            num_prompt_logprobs=self.num_prompt_logprobs,
+            grammar=self.grammar,
+        )
 
 
 @dataclass
@@ -156,6 +192,8 @@ class Text:
     """What came back for one request."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     rounds: list[RoundResult] = field(default_factory=list)
     finished: Finished | None = None
     failed: Failed | None = None
@@ -172,7 +210,7 @@ class Text:
 
     @property
     def ending(self) -> tuple[list[int], str, int | None, int]:
-        """Everything that speculation must leave alone."""
+        """The tokens and how they end, which speculation must leave alone; the log-probabilities are another matter."""
         return self.token_ids, self.end.reason, self.end.stop_token_id, self.end.num_generated_tokens
 
     def outcomes(self) -> list[str]:
@@ -194,6 +232,7 @@ class EngineOptions:
     max_model_len: int = 96
     max_num_seqs: int = 4
     prefill_chunk: int = 8
+    num_token_ids: int = VOCAB_SIZE
     fallback_timeout_s: float = 5.0
     faults: FaultPlan = NO_FAULTS
     accepts_drafters: bool = True
@@ -217,7 +256,8 @@ class Engine:
         self._drafters: list[Drafter] = []
         self._traces: list[Trace] = []
         sizes = self.options
-        runner = models.runner(target, sizes.dtype, sizes.max_model_len + sizes.num_draft_tokens + 1)
+        vocabulary = read_vocabulary(models.tokenizer(sizes.num_token_ids), VOCAB_SIZE)
+        self.runner = runner = models.runner(target, sizes.dtype, sizes.max_model_len + sizes.num_draft_tokens + 1)
         policy = choose_policy(runner, sizes.num_draft_tokens, sizes.max_num_seqs)
         self.verifier = GatedVerifier(runner, policy, decoder_layer_ids(TAP_LAYERS[-1], NUM_LAYERS)[0])
         self.frontend, worker_end = memory_pair(RUN_ID, FRONTEND_MESSAGES, capacity=100_000)
@@ -227,6 +267,7 @@ class Engine:
             self.verifier,
             VerifierSettings(
                 model_name="tiny",
+                vocab_size=vocabulary.size,
                 max_model_len=sizes.max_model_len,
                 max_num_seqs=sizes.max_num_seqs,
                 num_draft_tokens=sizes.num_draft_tokens,
@@ -237,6 +278,7 @@ class Engine:
             self.hello("verifier", 1) if sizes.accepts_drafters else None,
             worker_end,
             self.peer,
+            GrammarCompiler(vocabulary, torch.device("cpu")),
             self._new_trace("verifier", 1),
         )
 
@@ -352,19 +394,7 @@ class Engine:
         """Send a request; returns its id."""
         sequence_id, self.next_id = self.next_id, self.next_id + 1
         self.texts[sequence_id] = Text()
-        self.frontend.send(
-            Submit(
-                sequence_id=sequence_id,
-                prompt_token_ids=list(job.prompt),
-                max_tokens=job.max_tokens,
-                sampling=SamplingFields(
-                    temperature=job.temperature, top_k=job.top_k, top_p=job.top_p, min_p=job.min_p, seed=job.seed
-                ),
-                stop_token_ids=list(job.stop_token_ids),
-                min_tokens=job.min_tokens,
-                speculative=speculative,
-            )
-        )
+        self.frontend.send(job.submission(sequence_id, speculative=speculative))
         return sequence_id
 
     def abort(self, sequence_id: int) -> None:
@@ -403,6 +433,8 @@ class Engine:
         found = self.finish(*[self.submit(job) for job in jobs])
         for job, ours, theirs in zip(jobs, found, expected, strict=True):
             assert ours.ending == theirs.ending, job
+            assert ours.logprobs == theirs.logprobs, job
+            assert ours.prompt_logprobs == theirs.prompt_logprobs, job
         return found
 
     def _take(self, message: FrontendMessage) -> None:
@@ -412,6 +444,11 @@ class Engine:
                 assert not text.is_over, "a round after the end"
                 text.rounds.append(message)
                 text.token_ids += message.token_ids
+                text.logprobs += message.logprobs or []
+            case PromptLogprobs():
+                text = self.texts[message.sequence_id]
+                assert not text.rounds and message.start == len(text.prompt_logprobs) + 1
+                text.prompt_logprobs += message.entries
             case Finished() | Failed():
                 text = self.texts[message.sequence_id]
                 assert not text.is_over, "a request ends once"

@@ -25,6 +25,7 @@ from modeling.draft_model import DraftConfig, DraftModel, draft_config_to_json, 
 from modeling.kernels.int8 import Quantization
 from modeling.layers import layer_tensors
 from modeling.target import Target, TargetBlock, TargetRunner, load_target
+from tests.tiny.tokenizer import write_tokenizer
 
 TargetKind = Literal["llama", "qwen2", "qwen3"]
 DraftKind = Literal["trained", "random", "bidirectional"]
@@ -160,6 +161,10 @@ class TinyModels:
             return write_folder(path, adapter_config_to_json(adapter.config), adapter_tensors(adapter))
 
         return self._once(f"adapter-{target}", write)
+
+    def tokenizer(self, size: int = VOCAB_SIZE) -> Path:
+        """Folder of a tokenizer whose last id ends a text."""
+        return self._once(f"tokenizer-{size}", lambda path: write_tokenizer(path, size))
 
     def runner(
         self, kind: TargetKind = "llama", dtype: torch.dtype = torch.float32, num_positions: int = 256

@@ -42,13 +42,13 @@ def test_a_stop_token_anywhere_in_a_block(models: TinyModels, index: int, job: J
         assert found.rounds[-1].token_ids == free.token_ids[1 if index < 6 else 6 : index] or index == 0
 
 
-def test_num_accepted_is_told_before_the_cut(models: TinyModels) -> None:
+def test_a_stop_token_ends_the_block_as_its_bonus(models: TinyModels) -> None:
     with Engine(models) as engine:
         free = engine.plain(replace(JOB, max_tokens=40))
         stopped = replace(JOB, stop_token_ids=(free.token_ids[7],))
         last = speculate(engine, stopped, free).rounds[-1]
     assert last.token_ids == free.token_ids[6:7]
-    assert (last.num_drafts, last.num_accepted) == (4, 4)
+    assert (last.num_drafts, last.num_accepted) == (4, 1)
 
 
 def test_the_first_of_several_stop_tokens_ends_the_text(models: TinyModels) -> None:

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from decoding.editing import RowEditor, TextRules
 from decoding.sampling import SamplingParameters
 from modeling.cache import KeyValueCache
 from modeling.invariance import choose_policy
 from modeling.target import TargetBlock, TargetRunner
 from tests.tiny.models import TAP_LAYERS, VOCAB_SIZE, TinyModels, true_rows
 from verify_worker.sequence import Request, Sequence
-from verify_worker.verifier import Verifier
+from verify_worker.verifier import Failure, Verification, Verifier
 
 TEXT = [(11 * index + 5) % VOCAB_SIZE for index in range(40)]
 GAMMA = 4
@@ -17,10 +18,18 @@ GAMMA = 4
 
 def sequence_for(prompt: list[int], cache: KeyValueCache, drafts: list[int]) -> Sequence:
     """A greedy sequence whose prompt is in the cache but for its last token, the anchor."""
-    request = Request(0, prompt, 100, 0, SamplingParameters(temperature=0.0), frozenset(), True)
-    sequence = Sequence(request, 0, cache, 0.0)
+    rules = TextRules(VOCAB_SIZE)
+    request = Request(0, prompt, 100, SamplingParameters(temperature=0.0), rules, True)
+    sequence = Sequence(request, 0, cache, RowEditor(rules, prompt, torch.device("cpu")), 0.0)
     sequence.num_rows, sequence.anchor, sequence.drafts = len(prompt) - 1, prompt[-1], drafts
     return sequence
+
+
+def verified(verifier: Verifier, sequences: list[Sequence]) -> list[Verification]:
+    """Verifications, none of which fails."""
+    verdicts = verifier.verify(sequences)
+    assert not any(isinstance(verdict, Failure) for verdict in verdicts)
+    return [verdict for verdict in verdicts if isinstance(verdict, Verification)]
 
 
 def cache_with(runner: TargetRunner, token_ids: list[int]) -> KeyValueCache:
@@ -73,7 +82,7 @@ def test_the_chosen_shapes_leave_every_row_alone(models: TinyModels, dtype: torc
         alone = cache_with(runner, prompt[:-1])
         steps, token_ids = [], list(prompt)
         for _ in range(GAMMA + 1):
-            (verification,) = verifier.verify([sequence_for(token_ids, alone, [])])
+            (verification,) = verified(verifier, [sequence_for(token_ids, alone, [])])
             steps.append(verification)
             token_ids.append(verification.outcome.anchor)
         crowd = []
@@ -84,7 +93,7 @@ def test_the_chosen_shapes_leave_every_row_alone(models: TinyModels, dtype: torc
                 for index, token in enumerate(token_ids[length : length + GAMMA])
             ]
             crowd.append(sequence_for(prompt, cache, drafts))
-        for verification, num_accepted in zip(verifier.verify(crowd), (GAMMA, 0, 2), strict=True):
+        for verification, num_accepted in zip(verified(verifier, crowd), (GAMMA, 0, 2), strict=True):
             assert verification.outcome.num_accepted == num_accepted
             assert verification.outcome.anchor == token_ids[length + num_accepted]
             assert verification.taps.shape[0] == num_accepted + 1  # rejected rows stay here
