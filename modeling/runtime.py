@@ -8,15 +8,19 @@ from pathlib import Path
 
 import torch
 
+from modeling.kernels.threads import set_num_threads as set_kernel_threads
+
 _PR_SET_PDEATHSIG = 1
 _SAMPLE_BYTES = 1 << 20
 
 
 def pin(core: int | None, num_threads: int = 1) -> None:
-    """Bind this process to a core and torch to its threads: two workers that share cores fight over them."""
+    """Bind this process to a core, and torch and the kernels of our own to its threads: two workers that share cores
+    fight over them."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(num_threads)
+    set_kernel_threads(num_threads)
 
 
 def die_with_parent(parent_pid: int) -> None:

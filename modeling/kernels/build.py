@@ -19,8 +19,11 @@ import torch
 logger = logging.getLogger("jetspec.kernels")
 
 SOURCE = Path(__file__).with_name("linear.c")
-PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("layer_body", "int8", "attention", "attention_body")))
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
+PARTS = (
+    SOURCE,
+    *(SOURCE.with_name(f"{name}.h") for name in ("pool", "layer_body", "int8", "attention", "attention_body")),
+)
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-std=gnu11")
 NEEDED_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl")
 COMPILE_LIMIT_S = 120
 
@@ -87,6 +90,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for attend in (library.jetspec_attend_bf16, library.jetspec_attend_fp32):
         attend.argtypes = [pointer, pointer, pointer, number, number, pointer]
         attend.restype = ctypes.c_int
+    library.jetspec_set_threads.argtypes, library.jetspec_set_threads.restype = [ctypes.c_int], ctypes.c_int
     library.jetspec_pack_mask.argtypes = [pointer, number, number, pointer]
     library.jetspec_store.argtypes = [pointer, number, number, pointer, number, pointer, number]
     library.jetspec_pack_mask.restype = library.jetspec_store.restype = None

@@ -108,6 +108,8 @@ static inline void prefetch_second(const char *from, long bytes) {
     USE(11, __VA_ARGS__) USE(12, __VA_ARGS__)
 #define POINTER(ROWS, NAME) NAME##_panel_##ROWS,
 
+#include "pool.h"
+
 /* Rows are split into groups of nearly equal size. */
 typedef struct {
     long num_groups, small, num_larger;
@@ -134,32 +136,47 @@ static float *room_for(long rows, long depth) {
     static void (*const NAME##_panels[])(const TYPE *, const float *, long, OUT *, long, long, const char *, long) = { \
         0, FOR_ALL_ROWS(POINTER, NAME)};                                                                               \
                                                                                                                        \
+    typedef struct {                                                                                                   \
+        split groups;                                                                                                  \
+        const float *arranged;                                                                                         \
+        const TYPE *packed;                                                                                            \
+        OUT *out;                                                                                                      \
+        long depth, outputs, stride;                                                                                   \
+    } NAME##_job;                                                                                                      \
+                                                                                                                       \
+    static void NAME##_range(const void *given, long first, long stop) {                                               \
+        NAME##_job job = *(const NAME##_job *)given;                                                                   \
+        split groups = job.groups;                                                                                     \
+        long steps = num_steps(job.depth);                                                                             \
+        /* A lone group has no time to spare: it is bound by memory, and the far prefetch keeps that busy. */          \
+        long lines = groups.num_groups > 1 ? (long)(STEP * PANEL * sizeof(TYPE)) / LINE : 0;                           \
+        long share = (lines + groups.num_groups - 1) / groups.num_groups * LINE;                                       \
+        for (long n = first * PANEL; n < stop * PANEL; n += PANEL) {                                                   \
+            const TYPE *w = job.packed + n * job.depth;                                                                \
+            const char *ahead = (const char *)(w + PANEL * job.depth);                                                 \
+            const float *from = job.arranged;                                                                          \
+            OUT *to = job.out + n;                                                                                     \
+            for (long g = 0; g < groups.num_groups; g++) {                                                             \
+                long size = group_size(groups, g), width = job.outputs - n;                                            \
+                NAME##_panels[size](w, from, job.depth, to, job.stride, width, ahead + g * steps * share, share);      \
+                from += size * steps * STEP;                                                                           \
+                to += size * job.stride;                                                                               \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
     static void NAME(const IN *x, long rows, long depth, const TYPE *packed, long outputs, OUT *out, long stride,      \
                      float *arranged) {                                                                                \
-        split groups = split_rows(rows);                                                                               \
-        long steps = num_steps(depth);                                                                                 \
+        NAME##_job job = {split_rows(rows), arranged, packed, out, depth, outputs, stride};                            \
         float *place = arranged;                                                                                       \
-        for (long g = 0; g < groups.num_groups; g++) {                                                                 \
-            long size = group_size(groups, g);                                                                         \
+        for (long g = 0; g < job.groups.num_groups; g++) {                                                             \
+            long size = group_size(job.groups, g);                                                                     \
             for (long k = 0; k < depth; k += STEP)                                                                     \
                 for (long m = 0; m < size; m++, place += STEP) WIDEN(place, x + m * depth + k, depth - k);             \
             x += size * depth;                                                                                         \
         }                                                                                                              \
-        /* A lone group has no time to spare: it is bound by memory, and the far prefetch keeps that busy. */          \
-        long lines = groups.num_groups > 1 ? (long)(STEP * PANEL * sizeof(TYPE)) / LINE : 0;                           \
-        long share = (lines + groups.num_groups - 1) / groups.num_groups * LINE;                                       \
-        for (long n = 0; n < outputs; n += PANEL) {                                                                    \
-            const TYPE *w = packed + n * depth;                                                                        \
-            const char *ahead = (const char *)(w + PANEL * depth);                                                     \
-            const float *from = arranged;                                                                              \
-            OUT *to = out + n;                                                                                         \
-            for (long g = 0; g < groups.num_groups; g++) {                                                             \
-                long size = group_size(groups, g);                                                                     \
-                NAME##_panels[size](w, from, depth, to, stride, outputs - n, ahead + g * steps * share, share);        \
-                from += size * steps * STEP;                                                                           \
-                to += size * stride;                                                                                   \
-            }                                                                                                          \
-        }                                                                                                              \
+        long num_panels = (outputs + PANEL - 1) / PANEL;                                                               \
+        share(NAME##_range, &job, num_panels, num_panels * PANEL * depth * (long)sizeof(TYPE));                        \
     }
 
 DEFINE_PRODUCT(product_bf16, uint16_t, load_bf16, uint16_t, widen_bf16, uint16_t, store_bf16)

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from modeling.kernels import build
 from modeling.kernels.build import load_kernels
 from modeling.kernels.packed import PackedWeight, can_pack, linear, pack, pack_parameters
+from modeling.kernels.threads import set_num_threads
 from tests.modeling.tiny_models import relative_error
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -135,8 +137,6 @@ def test_a_cut_shares_memory_where_panels_allow(dtype: torch.dtype) -> None:
 @needs_kernels
 def test_nothing_is_written_outside_the_result() -> None:
     """Threads share one library: each call's memory is its own."""
-    from concurrent.futures import ThreadPoolExecutor
-
     cases = [(pack(weight), rows) for shape in SHAPES for weight, rows in [made(shape, torch.float32)]]
     expected = [packed(rows) for packed, rows in cases]
     with ThreadPoolExecutor(4) as pool:
@@ -163,6 +163,44 @@ def test_packing_replaces_parameters_and_keeps_no_plain_copy() -> None:
     assert list(holder.parameters()) == []
     assert isinstance(holder.weight, PackedWeight)
     assert relative_error(linear(rows, holder.weight), expected) < 1e-6
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_a_product_and_change_no_bit(dtype: torch.dtype) -> None:
+    weight, rows = made((3000, 130), dtype)  # large enough to be shared, and no whole number of panels
+    packed = pack(weight)
+    expected = [packed(rows[:num_rows]) for num_rows in (1, 9, MAX_ROWS)]
+    try:
+        for count in (2, 3, 7, 1, 2):
+            assert set_num_threads(count) == count
+            for _ in range(5):
+                for wanted in expected:
+                    assert torch.equal(packed(rows[: len(wanted)]), wanted)
+    finally:
+        assert set_num_threads(1) == 1
+
+
+@needs_kernels
+def test_several_callers_may_use_the_threads() -> None:
+    """One of them has the helpers, the others compute alone."""
+    cases = [(pack(weight), rows) for size in (1000, 2000, 3000) for weight, rows in [made((size, 130), torch.float32)]]
+    expected = [packed(rows) for packed, rows in cases]
+    try:
+        set_num_threads(3)
+        with ThreadPoolExecutor(3) as pool:
+            for _ in range(10):
+                results = pool.map(lambda case: case[0](case[1]), cases)
+                for product, wanted in zip(results, expected, strict=True):
+                    assert torch.equal(product, wanted)
+    finally:
+        set_num_threads(1)
+
+
+def test_threads_without_kernels(monkeypatch: pytest.MonkeyPatch, fresh_load: Callable[[], None]) -> None:
+    monkeypatch.setenv("JETSPEC_KERNELS", "0")
+    fresh_load()
+    assert set_num_threads(4) == 1
 
 
 def test_switched_off_falls_back_to_torch(monkeypatch: pytest.MonkeyPatch, fresh_load: Callable[[], None]) -> None:
