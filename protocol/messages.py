@@ -107,6 +107,9 @@ class VerifierReady(WireMessage):
 
 
 RoundOutcome = Literal["prefill", "hit", "late_hit", "miss", "autoregressive"]
+AloneReason = Literal["switched_off", "no_drafter", "drafter_lost", "gave_up", "timeout"]
+"""Why a sequence has no drafter: asked for by the request, none there when it started, lost since, the drafter lost
+track of the sequence, or did not answer in time."""
 
 
 class RoundResult(WireMessage):
@@ -117,6 +120,10 @@ class RoundResult(WireMessage):
     `exposed_s` runs from the end of the verification before to the start of this one, 0.0 for a prefill. `num_cached`
     counts the entries of the speculation cache at look-up. `logprobs` has one entry for each of `token_ids`, or is None
     where none were asked for.
+
+    Times of the block that was verified, each measured within one process, None where they do not apply: `draft_s`,
+    what the drafter took for the cache in which the block was looked up; `fallback_s`, what it took for a fallback
+    block; `transport_s`, what the verifier waited for a block beyond the drafter's own time.
     """
 
     kind: Literal["round_result"] = "round_result"
@@ -130,6 +137,10 @@ class RoundResult(WireMessage):
     exposed_s: Seconds
     num_cached: Count
     cache_version: Count
+    draft_s: Seconds | None = None
+    fallback_s: Seconds | None = None
+    transport_s: Seconds | None = None
+    alone_because: AloneReason | None = None
     logprobs: Annotated[list[TokenLogprobs], Field(max_length=MAX_DRAFT_TOKENS + 1, fail_fast=True)] | None = None
 
 
@@ -185,6 +196,7 @@ class VerifierStatus(WireMessage):
     num_rounds: Count
     stale_messages: Count
     drafter_connected: bool
+    num_cache_entries: Count = 0
 
 
 class DrafterRejected(WireMessage):
@@ -303,17 +315,24 @@ class CacheEntry(WireModel):
 
 
 class CachePush(WireMessage):
-    """The speculation cache for the outcomes of `round`, the round under verification; a higher version replaces it."""
+    """The speculation cache for the outcomes of `round`, the round under verification; a higher version replaces it.
+
+    `drafting_s` runs from the start of the drafter's work on the round.
+    """
 
     kind: Literal["cache_push"] = "cache_push"
     sequence_id: Count
     round: Count
     version: Count
     entries: Annotated[list[CacheEntry], Field(max_length=MAX_CACHE_ENTRIES, fail_fast=True)]
+    drafting_s: Seconds = 0.0
 
 
 class Block(WireMessage):
-    """The block the verifier waits for; `round` is the round of the verification it is for."""
+    """The block the verifier waits for; `round` is the round of the verification it is for.
+
+    `drafting_s` runs from the arrival of the outcome to the sending of the block.
+    """
 
     kind: Literal["block"] = "block"
     sequence_id: Count
@@ -321,6 +340,7 @@ class Block(WireMessage):
     anchor: TokenId
     drafts: DraftTokens
     source: Literal["late_hit", "fallback"]
+    drafting_s: Seconds = 0.0
 
 
 class Desynchronised(WireMessage):

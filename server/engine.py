@@ -322,9 +322,10 @@ class Engine:
         if sequence is None:
             return  # the client left; the verifier's answer to the abort is on its way
         sequence.last_event_at = self._clock()
+        num_prepared = sequence.labels.num_prepared
         label = sequence.labels.of(result)
         if label != "prefill":
-            self._metrics.round_ended(result, label)
+            self._metrics.round_ended(result, label, num_prepared)
         elif not sequence.is_prefilled:
             sequence.is_prefilled = True
             self._metrics.prompt_prefilled(sequence.num_prompt_tokens)

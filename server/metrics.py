@@ -3,18 +3,41 @@
 Names follow the de-facto conventions of inference servers. Rules kept here: base units, counters end in `_total`, every
 label value exists from the start at 0, and no label comes from a request.
 
+With speculation tokens arrive several at a time. The inter-token latency is per token: every token of a round counts
+with its share of the time since the round before. (vLLM counts one latency an engine step.)
+
 Outcomes of a round (`outcome` label): `hit`, the block was there, finished, when verification ended; `late_hit`, it was
 in the works and arrived after that; `miss`, it had to be drafted anew; `first`, the first block after the prefill,
 which is always drafted anew; `autoregressive`, no draft at all. The hit rate is hit / (hit + late_hit + miss).
+
+A fallback round (`reason` label) had no block prepared ahead: `first` and `miss` as above; the others are the
+autoregressive ones, whose request switched speculation off, or which found no drafter, lost it, were given up by it, or
+did not get its answer in time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.exposition import generate_latest
 
 from protocol.messages import DrafterStatus, Finished, PhaseTiming, RoundResult, VerifierStatus
+from server.buckets import (
+    FINE_BUCKETS,
+    FIRST_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    TOKEN_COUNT_BUCKETS,
+    TOKEN_LATENCY_BUCKETS,
+)
+from server.vllm_metrics import VllmAliases
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -24,28 +47,12 @@ FinishLabel = Literal["stop", "length", "abort", "error"]
 RejectionLabel = Literal["queue_full", "loading", "draining", "unavailable"]
 StaleLabel = Literal["verifier", "drafter", "frontend", "control"]
 WorkerLabel = Literal["verifier", "drafter"]
+FallbackLabel = Literal["first", "miss", "switched_off", "no_drafter", "drafter_lost", "gave_up", "timeout"]
 Phase = Literal["install", "foresight", "draft", "refresh", "refine", "push"]
 
 ROUND_LABELS: tuple[RoundLabel, ...] = get_args(RoundLabel)
 TOKEN_LABELS: tuple[TokenLabel, ...] = get_args(TokenLabel)
 PHASES: tuple[Phase, ...] = get_args(Phase)
-
-FINE_BUCKETS = (
-    *(0.00005, 0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075),
-    *(0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
-)
-FIRST_TOKEN_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
-    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-TOKEN_LATENCY_BUCKETS = (
-    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
-    *(0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
-)
-REQUEST_BUCKETS = (
-    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
 
 
 class OutcomeLabels:
@@ -53,9 +60,12 @@ class OutcomeLabels:
 
     def __init__(self) -> None:
         self._num_rounds = 0
+        self.num_prepared = 0
+        """Blocks prepared for the endings of the last round."""
 
     def of(self, result: RoundResult) -> TokenLabel:
         """The label of the next round of the sequence; to be asked once per round, in order."""
+        self.num_prepared = result.num_cached
         if result.outcome == "prefill":
             return "prefill"
         self._num_rounds += 1
@@ -83,10 +93,13 @@ class Metrics:
     """Every metric of the server, and one method per thing that happens."""
 
     def __init__(self, num_draft_tokens: int) -> None:
+        # A start time beside every counter doubles the number of series.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self._num_draft_tokens = num_draft_tokens
+        self._aliases: list[CollectorRegistry] = []
         self.is_drafter_up = False
         self._make_speculation()
         self._make_workers()
@@ -94,7 +107,13 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition text, format 0.0.4."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + b"".join(generate_latest(aliases) for aliases in self._aliases)
+
+    def add_vllm_names(self, model_name: str) -> None:
+        """From now on `render` shows the metrics under vLLM's names, too."""
+        aliases = CollectorRegistry(auto_describe=False)
+        aliases.register(VllmAliases(self.registry, model_name))
+        self._aliases.append(aliases)
 
     def num_rounds(self, label: RoundLabel) -> float:
         """Rounds of one outcome so far."""
@@ -143,6 +162,27 @@ class Metrics:
             ROUND_LABELS,
         )
         self.verify = self._histogram("verify_seconds", "Time of one verification.", FINE_BUCKETS)
+        self.draft = self._histogram(
+            "draft_seconds",
+            "From the start of a drafting round to the cache the verifier found at its end.",
+            FINE_BUCKETS,
+        )
+        self.fallback = self._histogram(
+            "fallback_seconds", "Time of the drafter from a miss to the fallback block.", FINE_BUCKETS
+        )
+        self.transport = self._histogram(
+            "transport_seconds",
+            "Per awaited block: time the verifier waited beyond the drafter's own, both ways of the link together.",
+            FINE_BUCKETS,
+        )
+        self.fallbacks = self._counter(
+            "fallback_rounds", "Rounds without a block prepared ahead.", "reason", get_args(FallbackLabel)
+        )
+        self.cache_entries = self._gauge("branch_cache_entries", "Blocks held ready for the endings of running rounds.")
+        self.cache_evictions = self._counter("branch_cache_evictions", "Blocks prepared and not used.")
+        self.cache_invalidations = self._counter(
+            "branch_cache_invalidations", "Caches thrown away whole, as none of their blocks fitted the ending."
+        )
         self.phase_seconds = self._counter("draft_phase_seconds", "Drafting time by phase.", "phase", PHASES)
         self.phase_runs = self._counter("draft_phase_runs", "Runs of a drafting phase.", "phase", PHASES)
         self._phase_totals = {
@@ -197,6 +237,12 @@ class Metrics:
             "time_per_output_token_seconds", "Per request: time per token after the first.", TOKEN_LATENCY_BUCKETS
         )
         self.end_to_end = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", REQUEST_BUCKETS)
+        self.prompt_length = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a sequence.", TOKEN_COUNT_BUCKETS
+        )
+        self.answer_length = self._histogram(
+            "request_generation_tokens", "Tokens generated for a sequence.", TOKEN_COUNT_BUCKETS
+        )
         self.queue_time = self._histogram("request_queue_time_seconds", "Time waiting for a slot.", REQUEST_BUCKETS)
         self.prefill_time = self._histogram("request_prefill_time_seconds", "Time in prefill.", REQUEST_BUCKETS)
         self.decode_time = self._histogram("request_decode_time_seconds", "Time in decoding.", REQUEST_BUCKETS)
@@ -213,8 +259,18 @@ class Metrics:
         self.prompt_tokens.inc(num_prompt_tokens)
         self.verified.labels("prefill").inc()
 
-    def round_ended(self, result: RoundResult, label: RoundLabel) -> None:
-        """One round of one live sequence was reported."""
+    def round_ended(self, result: RoundResult, label: RoundLabel, num_prepared: int) -> None:
+        """One round of one live sequence was reported; `num_prepared` blocks stood ready for the round before."""
+        self._count_fallback(result, label)
+        self.cache_evictions.inc(max(0, num_prepared - (label == "hit")))
+        self.cache_invalidations.inc(num_prepared > 0 and label != "hit")
+        for histogram, seconds in (
+            (self.draft, result.draft_s),
+            (self.fallback, result.fallback_s),
+            (self.transport, result.transport_s),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
         self.verified.labels(label).inc(result.num_accepted + 1)
         self.rounds.labels(label).inc()
         self.exposed.labels(label).observe(result.exposed_s)
@@ -226,8 +282,16 @@ class Metrics:
             for position in range(min(result.num_accepted, self._num_draft_tokens)):
                 self.accepted_per_position.labels(str(position)).inc()
 
+    def _count_fallback(self, result: RoundResult, label: RoundLabel) -> None:
+        if label in ("first", "miss"):
+            self.fallbacks.labels(label).inc()
+        elif result.alone_because is not None:
+            self.fallbacks.labels(result.alone_because).inc()
+
     def sequence_finished(self, message: Finished) -> None:
         """The verifier ended a sequence; its times are measured inside the verifier."""
+        self.prompt_length.observe(message.num_prompt_tokens)
+        self.answer_length.observe(message.num_generated_tokens)
         self.queue_time.observe(message.queue_s)
         self.prefill_time.observe(message.prefill_s)
         self.decode_time.observe(message.decode_s)
@@ -237,12 +301,13 @@ class Metrics:
         self.verifier_up.set(1)
         self.running.set(status.num_running)
         self.waiting.set(status.num_waiting)
+        self.cache_entries.set(status.num_cache_entries)
         self.kv_usage.set(status.kv_tokens_used / status.kv_tokens_total if status.kv_tokens_total else 0.0)
         self._stale_totals["verifier"].report(status.stale_messages)
 
     def verifier_lost(self) -> None:
         """Nothing runs any more; the gauges must say so without another message."""
-        for gauge in (self.verifier_up, self.running, self.waiting, self.kv_usage):
+        for gauge in (self.verifier_up, self.running, self.waiting, self.kv_usage, self.cache_entries):
             gauge.set(0)
 
     def drafter_status(self, status: DrafterStatus) -> None:

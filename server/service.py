@@ -87,6 +87,8 @@ class Service:
         if self.engine.rejection is not None:
             raise StartupError(f"the draft model does not fit the target: {self.engine.rejection}")
         self.metrics.set_build_info(self._build_info(info))
+        if self.config.vllm_metrics:
+            self.metrics.add_vllm_names(self.model.names[0])
         return info
 
     def _build_info(self, info: VerifierReady) -> dict[str, str]:

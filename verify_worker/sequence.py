@@ -12,6 +12,7 @@ from decoding.acceptance import Outcome
 from decoding.editing import RowEditor, TextRules
 from decoding.sampling import SamplingParameters
 from modeling.cache import KeyValueCache
+from protocol.messages import AloneReason
 
 EndReason = Literal["stop", "length"]
 
@@ -54,21 +55,36 @@ class SpeculationCache:
     round: int = 0
     version: int = 0
     blocks: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    drafting_s: float = 0.0
 
     def start_round(self, number: int) -> None:
         """Forget the round before."""
         self.round, self.version = number, 0
         self.blocks = {}
 
-    def take(self, number: int, version: int, blocks: dict[tuple[int, int], list[int]]) -> bool:
+    def take(
+        self, number: int, version: int, blocks: dict[tuple[int, int], list[int]], drafting_s: float = 0.0
+    ) -> bool:
         """Replace the content by a newer version; False when it is for another round or older."""
         if number != self.round or version <= self.version:
             return False
-        self.version, self.blocks = version, blocks
+        self.version, self.blocks, self.drafting_s = version, blocks, drafting_s
         return True
 
     def find(self, outcome: Outcome) -> list[int] | None:
         return self.blocks.get((outcome.num_accepted, outcome.anchor))
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """What the block of a round cost before its verification, in seconds; None where it does not apply."""
+
+    draft_s: float | None = None
+    fallback_s: float | None = None
+    transport_s: float | None = None
+
+
+NO_TIMES = BlockTimes()
 
 
 @dataclass
@@ -90,8 +106,10 @@ class Sequence:
     round: int = 0
     drafts: list[int] = field(default_factory=list)
     source: Literal["hit", "late_hit", "miss", "autoregressive"] = "autoregressive"
+    block_times: BlockTimes = NO_TIMES
     speculation: SpeculationCache = field(default_factory=SpeculationCache)
     is_drafted: bool = False
+    alone_because: AloneReason | None = None
     admitted_at: float = field(default_factory=time.perf_counter)
     prefilled_at: float = 0.0
     verified_at: float = 0.0

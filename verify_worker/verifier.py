@@ -18,7 +18,7 @@ from decoding.sampling import DegenerateDistribution
 from modeling.invariance import RowPolicy
 from modeling.target import TargetBlock, TargetRows, TargetRunner
 from verify_worker.grammar import GrammarError
-from verify_worker.sequence import Sequence
+from verify_worker.sequence import NO_TIMES, Sequence
 
 MAX_LOGIT_ROWS = 64
 """Prompt rows whose logits are held at once: a large prefill chunk times a wide head would be gigabytes."""
@@ -176,3 +176,4 @@ def without_drafts(sequence: Sequence) -> None:
     """Let the next round be an autoregressive step."""
     sequence.drafts = []
     sequence.source = "autoregressive"
+    sequence.block_times = NO_TIMES

@@ -23,6 +23,7 @@ from protocol.fields import MAX_LOGPROB_ENTRIES
 from protocol.frames import TensorFrame
 from protocol.messages import (
     Abort,
+    AloneReason,
     Block,
     CachePush,
     CloseSequence,
@@ -49,7 +50,7 @@ from protocol.trace import NO_TRACE, Trace
 from verify_worker.grammar import GrammarCompiler
 from verify_worker.handshake import difference
 from verify_worker.requests import Refused, request_from, wire_logprobs
-from verify_worker.sequence import Request, Sequence, Stage
+from verify_worker.sequence import BlockTimes, Request, Sequence, Stage
 from verify_worker.tracing import trace_prefill, trace_round
 from verify_worker.verifier import Failure, Verdict, Verification, Verifier, guarded, without_drafts
 from verify_worker.waiting import Waiting, WaitingLine
@@ -177,7 +178,7 @@ class VerifyWorker:
                 logger.info("drafter gave up sequence %d: %s", sequence_id, reason)
                 sequence = self._running.get(sequence_id)
                 if sequence is not None:
-                    self._go_alone(sequence)
+                    self._go_alone(sequence, "gave_up")
             case _:
                 self._num_stale += 1
 
@@ -198,7 +199,9 @@ class VerifyWorker:
         sequence = self._running.get(message.sequence_id)
         wanted = self._settings.num_draft_tokens
         blocks = {(e.num_accepted, e.anchor): e.drafts for e in message.entries if self._is_valid(e.drafts, wanted)}
-        if sequence is None or not sequence.speculation.take(message.round, message.version, blocks):
+        if sequence is None or not sequence.speculation.take(
+            message.round, message.version, blocks, message.drafting_s
+        ):
             self._num_stale += 1
 
     def _take_block(self, message: Block) -> None:
@@ -213,7 +216,13 @@ class VerifyWorker:
             self._num_stale += 1
             return
         sequence.drafts = list(message.drafts)
-        sequence.source = "late_hit" if message.source == "late_hit" else "miss"
+        is_late_hit = message.source == "late_hit"
+        sequence.source = "late_hit" if is_late_hit else "miss"
+        sequence.block_times = BlockTimes(
+            draft_s=sequence.block_times.draft_s,
+            fallback_s=None if is_late_hit else message.drafting_s,
+            transport_s=max(0.0, time.perf_counter() - sequence.awaiting_since - message.drafting_s),
+        )
         sequence.stage = Stage.READY
 
     def _is_valid(self, drafts: list[int], num_wanted: int) -> bool:
@@ -273,7 +282,11 @@ class VerifyWorker:
         editor = RowEditor(request.rules, request.prompt_token_ids, self._runner.target.device, grammar)
         sequence = Sequence(request, slot, cache, editor, entry.arrived_at)
         self._running[request.sequence_id] = sequence
-        if request.speculative and self._drafter is not None and self._drafter.is_responsive:
+        if not request.speculative:
+            sequence.alone_because = "switched_off"
+        elif self._drafter is None or not self._drafter.is_responsive:
+            sequence.alone_because = "no_drafter"
+        else:
             sequence.is_drafted = self._peer.send(
                 OpenSequence(
                     sequence_id=request.sequence_id,
@@ -292,7 +305,7 @@ class VerifyWorker:
                 logger.warning("no block for sequence %d in time", sequence.sequence_id)
                 if self._drafter is not None:
                     self._drafter.num_silent_waits += 1
-                self._go_alone(sequence)
+                self._go_alone(sequence, "timeout")
 
     def _idle_wait_s(self) -> float:
         """Until the next wait for the drafter runs out, or a grammar may be compiled; at most the usual idle time."""
@@ -381,7 +394,7 @@ class VerifyWorker:
         num_drafts = len(sequence.drafts)
         committed = sequence.commit(outcome, self._settings.max_model_len)
         cached = sequence.speculation
-        num_cached, version = len(cached.blocks), cached.version
+        num_cached, version, times = len(cached.blocks), cached.version, sequence.block_times
         if committed.reason is None:
             self._prepare_next(sequence, outcome, verdict.taps)
         self._tell(
@@ -397,6 +410,10 @@ class VerifyWorker:
                 num_cached=num_cached,
                 cache_version=version,
                 logprobs=None if reports is None else wire_logprobs(reports[: len(committed.token_ids)]),
+                draft_s=times.draft_s,
+                fallback_s=times.fallback_s,
+                transport_s=times.transport_s,
+                alone_because=sequence.alone_because if source == "autoregressive" else None,
             )
         )
         if committed.reason is not None:
@@ -408,12 +425,15 @@ class VerifyWorker:
         sequence.num_rows += outcome.num_accepted + 1
         sequence.anchor = outcome.anchor
         sequence.round += 1
-        found = sequence.speculation.find(outcome) if sequence.is_drafted else None
-        sequence.speculation.start_round(sequence.round)
+        cached = sequence.speculation
+        found = cached.find(outcome) if sequence.is_drafted else None
+        times = BlockTimes(draft_s=cached.drafting_s if cached.version > 0 else None)
+        cached.start_round(sequence.round)
         without_drafts(sequence)
         sequence.stage = Stage.READY
         if not sequence.is_drafted:
             return
+        sequence.block_times = times
         if found is not None:
             sequence.drafts, sequence.source = found, "hit"
         else:
@@ -434,8 +454,9 @@ class VerifyWorker:
 
     # --- endings
 
-    def _go_alone(self, sequence: Sequence) -> None:
-        """Let a sequence continue without the drafter."""
+    def _go_alone(self, sequence: Sequence, reason: AloneReason) -> None:
+        """Let a sequence continue without the drafter. The first reason stays."""
+        sequence.alone_because = sequence.alone_because or reason
         self._close_drafting(sequence)
         if sequence.stage is Stage.AWAITING:
             without_drafts(sequence)
@@ -455,7 +476,7 @@ class VerifyWorker:
         self._drafter = None
         for sequence in self._running.values():
             sequence.is_drafted = False
-            self._go_alone(sequence)
+            self._go_alone(sequence, "drafter_lost")
 
     def _finish(self, sequence: Sequence, reason: str, stop_token_id: int | None) -> None:
         now = time.perf_counter()
@@ -530,6 +551,7 @@ class VerifyWorker:
                 stale_messages=self._num_stale
                 + sum(channel.num_stale + channel.num_malformed for channel in (self._peer, self._frontend)),
                 drafter_connected=self._drafter is not None,
+                num_cache_entries=sum(len(sequence.speculation.blocks) for sequence in self._running.values()),
             )
         )
 

@@ -194,6 +194,10 @@ class FakeVerifier:
             exposed_s=0.0007 if is_drafted else 0.0,
             num_cached=4 if is_drafted else 0,
             cache_version=1 if is_drafted else 0,
+            draft_s=0.003 if is_drafted and number > 1 else None,
+            fallback_s=0.004 if outcome == "miss" else None,
+            transport_s=0.0002 if outcome in ("miss", "late_hit") else None,
+            alone_because=None if outcome != "autoregressive" else "timeout" if submit.speculative else "switched_off",
         )
 
     def _finished(
@@ -232,6 +236,7 @@ class FakeVerifier:
                     kv_tokens_total=1000,
                     num_rounds=self.num_rounds,
                     stale_messages=0,
+                    num_cache_entries=4 * num_running,
                     drafter_connected=not (self.plan.loses_drafter and self.num_rounds > 0),
                 )
             )
