@@ -188,7 +188,7 @@ def test_only_the_right_cache_is_looked_up(models: TinyModels) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("protocol_version", 2),
+        ("protocol_version", 99),
         ("target_fingerprint", "another"),
         ("vocab_size", 129),
         ("hidden_size", 65),
