@@ -12,6 +12,7 @@ from modeling.architecture import UnsupportedModel, read_json
 from modeling.decoder import decoder_layer_ids
 from modeling.draft_model import check_draft_fits, draft_config_from_json
 from modeling.invariance import choose_policy
+from modeling.kernels.threads import set_num_threads
 from modeling.runtime import choose_dtype, die_with_parent, model_fingerprint, pin
 from modeling.target import TargetRunner, load_target
 from modeling.tensors import DTYPE_NAMES
@@ -87,6 +88,8 @@ def main() -> int:
     logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr, format="%(levelname)s %(message)s")
     die_with_parent(config.parent_pid)
     pin(config.core_verify, config.verify_threads)
+    if config.verify_threads > 1:
+        logger.info("%d threads share the products of a forward", set_num_threads(config.verify_threads))
     try:
         run(config)
     except UnsupportedModel as error:

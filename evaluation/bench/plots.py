@@ -52,6 +52,7 @@ def speedup_bars(rows: Sequence[Row]) -> "Figure | None":
         above = [high - height for height, (_, high) in zip(heights, quartiles, strict=True)]
         bars = axes.bar(places, heights, width, yerr=[below, above], capsize=2, label=dataset)
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+    axes.margins(y=0.15)
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set_xticks(range(len(methods)), methods, rotation=30, ha="right")
     axes.set_ylabel("speed-up over ar")
@@ -92,6 +93,7 @@ def round_time(rows: Sequence[Row]) -> "Figure | None":
     axes.barh(labels, verify_ms, label="verify", color="#2b6cb0")
     bars = axes.barh(labels, exposed_ms, left=verify_ms, label="exposed", color="#e53e3e")
     axes.bar_label(bars, labels=[f"+{value:.2f}" for value in exposed_ms], fontsize=7, padding=2)
+    axes.margins(x=0.12)
     axes.invert_yaxis()
     axes.set_xlabel("ms a round")
     axes.legend(frameon=False)

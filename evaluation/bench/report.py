@@ -49,7 +49,7 @@ class Report:
         parts = [_about(self.settings), _main_table(rows), NOTE]
         parts += [_phase_table(rows)] if any(row.phases_ms for row in rows) else []
         parts += [_load_table(self.loads)] if self.loads else []
-        faults = [f"- **{name}** was left out: {reason}" for name, reason in self.skipped.items()]
+        faults = [f"- left out: **{', '.join(names)}**: {reason}" for reason, names in _by_reason(self.skipped).items()]
         faults += [f"- **{name}** failed: {reason}" for name, reason in self.measured.failures.items()]
         faults += [f"- **MISMATCH**: {line}" for line in self.mismatch_lines()]
         return "\n\n".join([*parts, *(["\n".join(faults)] if faults else [])]) + "\n"
@@ -85,6 +85,14 @@ def write_json(path: Path, report: Report) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     unfinished.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)
+
+
+def _by_reason(skipped: dict[str, str]) -> dict[str, list[str]]:
+    """One line for all that lack the same library."""
+    names: dict[str, list[str]] = {}
+    for name, reason in skipped.items():
+        names.setdefault(reason, []).append(name)
+    return names
 
 
 def _about(settings: dict[str, object]) -> str:

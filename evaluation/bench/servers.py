@@ -90,7 +90,7 @@ class ServerProcess:
     def last_words(self) -> str:
         """The errors it has logged, or its last lines."""
         lines = [line for line in self.log().splitlines() if line.strip()]
-        faults = [line for line in lines if re.search(r"\b(ERROR|jetspecpp:)", line)]
+        faults = [line for line in lines if re.search(r"\bERROR\b|jetspecpp:|Error: ", line)]
         return " | ".join((faults or lines)[-LOG_TAIL_LINES:]) or "it said nothing"
 
 

@@ -199,6 +199,13 @@ def test_json_shape(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["bench.json"]
 
 
+def test_what_was_left_out_is_one_line_a_reason() -> None:
+    report = Report(skipped={"llama.cpp": "not installed", "dspark": "no weights", "llama.cpp-q4_1": "not installed"})
+    lines = report.as_markdown().splitlines()
+    assert "- left out: **llama.cpp, llama.cpp-q4_1**: not installed" in lines
+    assert "- left out: **dspark**: no weights" in lines
+
+
 def test_markdown_has_every_row_and_a_dash_for_what_does_not_apply() -> None:
     report = Report(settings={"date": "2026-11-30"})
     runners = [Scripted(AR, dict.fromkeys(range(3), 10.0)), Scripted(FAST, dict.fromkeys(range(3), 20.0))]
