@@ -1,16 +1,20 @@
 """What goes wrong with one request is the end of that request only: bad ids, bad grammars, no numbers, no memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from modeling.cache import KeyValueCache
+from modeling.invariance import RowPolicy
+from modeling.kernels.build import load_kernels
 from modeling.target import TargetBlock, TargetRows
 from protocol.fields import JsonSchemaGrammar, RegexGrammar
 from tests.tiny.engine import Engine, EngineOptions, Job, Text
-from tests.tiny.models import TinyModels
+from tests.tiny.models import TAP_LAYERS, TinyModels
+from tests.tiny.sequences import sequence_for
+from verify_worker.verifier import Failure, Verifier
 
 JOB = Job(prompt=(3, 4), max_tokens=16, temperature=1.0)
 VICTIM = replace(JOB, prompt=(90, 91, 92), seed=8)
@@ -75,6 +79,16 @@ class Trouble:
         return TargetRows(logits, rows.taps, rows.hidden)
 
 
+@pytest.fixture
+def torch_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No kernel of our own, which skips masked keys: torch multiplies their values by 0, and 0 times NaN is NaN."""
+    monkeypatch.setenv("JETSPEC_KERNELS", "0")
+    load_kernels.cache_clear()
+    yield
+    load_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("torch_attention")
 @pytest.mark.parametrize("from_position", [0, 5])
 @pytest.mark.parametrize(("kind", "code"), [("numbers", "internal_error"), ("memory", "overloaded")])
 def test_trouble_of_one_request_leaves_the_others_alone(
@@ -83,15 +97,36 @@ def test_trouble_of_one_request_leaves_the_others_alone(
     jobs = [replace(JOB, seed=seed) for seed in range(3)]
     with Engine(models) as engine:
         expected = [engine.plain(job).token_ids for job in jobs]
-        engine.runner.forward = Trouble(engine, from_position, kind)  # type: ignore[method-assign]
+        trouble = Trouble(engine, from_position, kind)
+        engine.runner.forward = trouble  # type: ignore[method-assign]
         engine.attach_real("trained")
         others = [engine.submit(job) for job in jobs]
         (failed,) = engine.finish(engine.submit(VICTIM))
         texts = engine.finish(*others)
-        later = [engine.finish(engine.submit(job))[0] for job in jobs]  # in the slot of the failed one, too
+        engine.runner.forward = trouble.forward  # type: ignore[method-assign]
+        later = engine.finish(*[engine.submit(job) for job in (*jobs, jobs[0])])  # in all slots, the failed one's too
     assert failed.failed is not None and failed.failed.code == code
     assert [text.token_ids for text in texts] == expected
-    assert [text.token_ids for text in later] == expected
+    assert [text.token_ids for text in later] == [*expected, expected[0]]
+
+
+def test_a_pass_that_does_not_fit_is_run_block_by_block(models: TinyModels) -> None:
+    runner = models.runner("llama")
+    forward, num_blocks = runner.forward, []
+    sequences = [sequence_for([5, 6 + index], runner.new_cache(), []) for index in range(3)]
+    for sequence in sequences:
+        forward([TargetBlock(sequence.cache, 0, sequence.request.prompt_token_ids[:1])])
+
+    def small(blocks: Sequence[TargetBlock], *, last_row_only: bool = False) -> TargetRows:
+        num_blocks.append(len(blocks))
+        if len(blocks) > 1 or blocks[0].cache is sequences[1].cache:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(blocks, last_row_only=last_row_only)
+
+    runner.forward = small  # type: ignore[method-assign]
+    verdicts = Verifier(runner, RowPolicy(1, 5, 20), TAP_LAYERS[-1] + 1).verify(sequences)
+    assert num_blocks == [3, 1, 1, 1]
+    assert [isinstance(verdict, Failure) for verdict in verdicts] == [False, True, False]
 
 
 def test_any_other_error_is_not_hidden(models: TinyModels) -> None:

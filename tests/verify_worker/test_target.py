@@ -3,26 +3,16 @@
 import pytest
 import torch
 
-from decoding.editing import RowEditor, TextRules
-from decoding.sampling import SamplingParameters
 from modeling.cache import KeyValueCache
 from modeling.invariance import choose_policy
 from modeling.target import TargetBlock, TargetRunner
 from tests.tiny.models import TAP_LAYERS, VOCAB_SIZE, TinyModels, true_rows
-from verify_worker.sequence import Request, Sequence
+from tests.tiny.sequences import sequence_for
+from verify_worker.sequence import Sequence
 from verify_worker.verifier import Failure, Verification, Verifier
 
 TEXT = [(11 * index + 5) % VOCAB_SIZE for index in range(40)]
 GAMMA = 4
-
-
-def sequence_for(prompt: list[int], cache: KeyValueCache, drafts: list[int]) -> Sequence:
-    """A greedy sequence whose prompt is in the cache but for its last token, the anchor."""
-    rules = TextRules(VOCAB_SIZE)
-    request = Request(0, prompt, 100, SamplingParameters(temperature=0.0), rules, True)
-    sequence = Sequence(request, 0, cache, RowEditor(rules, prompt, torch.device("cpu")), 0.0)
-    sequence.num_rows, sequence.anchor, sequence.drafts = len(prompt) - 1, prompt[-1], drafts
-    return sequence
 
 
 def verified(verifier: Verifier, sequences: list[Sequence]) -> list[Verification]:
