@@ -82,14 +82,14 @@ def allocate(alpha: float, rho: float, gamma: int, budget: int, every_length: bo
     return largest_remainders(series.sizes, budget)
 
 
-def fit_acceptance_rate(accepted_lengths: Sequence[int], gamma: int) -> float:
+def fit_acceptance_rate(accepted_lengths: Collection[int], gamma: int) -> float:
     """Maximum likelihood of α: accepted drafts over tested drafts, kept inside (0, 1)."""
     num_accepted = sum(accepted_lengths)
     num_tested = num_accepted + sum(1 for length in accepted_lengths if length < gamma)
     return (num_accepted + 0.5) / (num_tested + 1.0)
 
 
-def fit_decay(anchor_ranks: Sequence[int]) -> float:
+def fit_decay(anchor_ranks: Collection[int]) -> float:
     """ρ by least squares on the log of how often the realised anchor ranks beyond F, F = 2, 3, ...
 
     Ranks count from 1. Raises ValueError when no anchor ranks beyond 2: no curve to fit.

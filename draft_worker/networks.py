@@ -12,15 +12,20 @@ from modeling.adapter import Adapter, check_adapter_fits, load_adapter
 from modeling.architecture import Architecture
 from modeling.decoder import Decoder
 from modeling.draft_model import DraftConfig, DraftModel, check_draft_fits, load_draft_model
+from modeling.heads import CorrectionHead, SlotCorrector
 from modeling.kernels.int8 import Quantization
 from modeling.layers import RotaryTable
-from modeling.target import Target, load_target
+from modeling.target import Target, load_target, read_architecture
 from modeling.vocabulary import DraftHead
 
 
 @dataclass(frozen=True)
 class DraftNetworks:
-    """Draft model, adapter (None: no foresight) and decoder, with the target's embedding and the drafting head."""
+    """Draft model, adapter and decoder, with the target's embedding and the drafting head.
+
+    Without an adapter (None) there is no foresight, and the decoder has no layers. `corrector` is the head that
+    fixes a block's drafts from left to right, None where the draft model drafts them alone.
+    """
 
     model: DraftModel
     adapter: Adapter | None
@@ -31,6 +36,7 @@ class DraftNetworks:
     draft_rotary: RotaryTable
     target: Architecture
     num_positions: int
+    corrector: SlotCorrector | None = None
 
     @property
     def config(self) -> DraftConfig:
@@ -57,6 +63,11 @@ class DraftNetworks:
         return [self.head.column(token_id) for token_id in token_ids]
 
 
+def first_decoder_layer(config: DraftConfig, target: Architecture, *, has_adapter: bool) -> int:
+    """The target's layers from here on are the decoder's; without an adapter none are."""
+    return config.tap_layers[-1] + 1 if has_adapter else target.num_layers
+
+
 def assemble(
     target: Target,
     model: DraftModel,
@@ -64,9 +75,10 @@ def assemble(
     adapter: Adapter | None,
     num_positions: int,
     quantization: Quantization = "none",
+    correction: CorrectionHead | None = None,
 ) -> DraftNetworks:
-    """Put loaded parts together and freeze them for inference; `target` needs its embedding, head, norm and the
-    layers above the deepest tap only. Its layers are packed: quantised, it verifies no more.
+    """Put loaded parts together and freeze them for inference; `target` needs its embedding, head and norm, and with an
+    adapter the layers above the deepest tap. These are packed: quantised, the target verifies no more.
 
     Raises `UnsupportedModel` naming what does not fit.
     """
@@ -75,13 +87,15 @@ def assemble(
     if adapter is not None:
         check_adapter_fits(adapter.config, model.config.tap_layers, shape)
     head = DraftHead(target.head, token_ids, packed=True, quantization=quantization)
-    first = model.config.tap_layers[-1] + 1
+    first = first_decoder_layer(model.config, shape, has_adapter=adapter is not None)
     layers = tuple(target.layer(index) for index in range(first, shape.num_layers))
     for layer in layers:
         layer.pack(quantization)
     model.pack(quantization)
     if adapter is not None:
         adapter.pack(quantization)
+    if correction is not None:
+        correction.pack()
     return DraftNetworks(
         model=model,
         adapter=adapter,
@@ -92,6 +106,7 @@ def assemble(
         draft_rotary=RotaryTable(model.config.architecture, num_positions, target.dtype, target.device),
         target=shape,
         num_positions=num_positions,
+        corrector=None if correction is None else SlotCorrector(correction, head, target.embedding),
     )
 
 
@@ -106,6 +121,9 @@ def load_networks(
 ) -> DraftNetworks:
     """Load everything a drafter needs; of the target only what it uses. Raises `UnsupportedModel`."""
     loaded = load_draft_model(draft_folder, dtype, device)
-    target = load_target(target_folder, dtype, device, loaded.model.config.tap_layers[-1] + 1)
+    shape = read_architecture(target_folder)
+    check_draft_fits(loaded.model.config, shape)
+    first = first_decoder_layer(loaded.model.config, shape, has_adapter=adapter_folder is not None)
+    target = load_target(target_folder, dtype, device, first)
     adapter = None if adapter_folder is None else load_adapter(adapter_folder, dtype, device)
-    return assemble(target, loaded.model, loaded.token_ids, adapter, num_positions, quantization)
+    return assemble(target, loaded.model, loaded.token_ids, adapter, num_positions, quantization, loaded.head)

@@ -46,10 +46,25 @@ def begin(
     *,
     num_candidates: int = 0,
 ) -> Drafts:
-    """J0: anchors followed by noise drawn from the verified tokens (or masks), one pass.
+    """J0: one pass over `opened` blocks.
 
     `num_candidates`: how many of each draft's likeliest columns to keep, for who wants to compare choices.
     """
+    drafts = opened(sequence, num_accepted, anchors, num_draft_tokens, generator)
+    drafts.num_candidates = num_candidates
+    refine(sequence, drafts)
+    return drafts
+
+
+@torch.inference_mode()
+def opened(
+    sequence: DraftSequence,
+    num_accepted: Sequence[int],
+    anchors: Sequence[int],
+    num_draft_tokens: int,
+    generator: torch.Generator,
+) -> Drafts:
+    """Blocks before any pass: anchors followed by noise drawn from the verified tokens, or by masks."""
     networks, config = sequence.networks, sequence.networks.config
     num_slots = config.num_slots(num_draft_tokens)
     rows = len(anchors)
@@ -61,23 +76,20 @@ def begin(
         verified = torch.tensor(sequence.token_ids)
         drawn = torch.randint(len(verified), (rows, num_draft_tokens), generator=generator)
         noise = verified[drawn].to(networks.device)
-    drafts = Drafts(
+    return Drafts(
         packing=packing,
         anchors=torch.tensor(anchors, device=networks.device),
         token_ids=noise,
         confidences=torch.zeros(rows, num_draft_tokens, device=networks.device),
         num_frozen=torch.zeros(rows, dtype=torch.long, device=networks.device),
-        num_candidates=num_candidates,
     )
-    refine(sequence, drafts)
-    return drafts
 
 
 @torch.inference_mode()
-def refine(sequence: DraftSequence, drafts: Drafts) -> None:
-    """One Jacobi pass over the slots after each row's anchor slot (equation 8)."""
+def slot_rows(sequence: DraftSequence, drafts: Drafts) -> Tensor:
+    """The draft model's pass over blocks: rows [R, γ, hidden] that the head turns into the logits of d_1..d_γ."""
     networks, memory, packing = sequence.networks, sequence.memory, drafts.packing
-    model, shifted = networks.model, networks.config.slots == "shifted"
+    model = networks.model
     hidden = networks.embed(_slot_tokens(drafts).flatten())
     rotary = networks.draft_rotary.at(packing.positions)
     mask = packing.mask(model.config.architecture.group_size, networks.dtype)
@@ -85,9 +97,16 @@ def refine(sequence: DraftSequence, drafts: Drafts) -> None:
     for index, layer in enumerate(model.decoder_layers()):
         hidden = packed_layer(layer, index, memory.draft, packing, mask, hidden, rotary, frozen)
     hidden = model.final(hidden).unflatten(0, (packing.num_rows, packing.num_slots))
-    if not shifted:
-        hidden = hidden[:, 1:]
-    logits = networks.head.logits(hidden).float()
+    first = 0 if networks.config.slots == "shifted" else 1
+    drafted: Tensor = hidden[:, first:]
+    return drafted
+
+
+@torch.inference_mode()
+def refine(sequence: DraftSequence, drafts: Drafts) -> None:
+    """One Jacobi pass over the slots after each row's anchor slot (equation 8)."""
+    networks = sequence.networks
+    logits = networks.head.logits(slot_rows(sequence, drafts)).float()
     top, column = logits.max(dim=-1)
     draft_number = torch.arange(1, drafts.token_ids.shape[1] + 1, device=networks.device)
     is_open = draft_number[None, :] > drafts.num_frozen[:, None]

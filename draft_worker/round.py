@@ -4,7 +4,7 @@ endings.
 `steps()` is the round as a story, cut where the worker may look at its inbox. Knows no messages and no clock.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,30 +13,15 @@ from decoding.calibration import Calibration, calibrated_scores
 from decoding.outcomes import OutcomeTable, top_outcomes
 from decoding.plan import PassPlan
 from decoding.selection import select
+from draft_worker.block import DraftBlock, PreparedBlock, find_block
 from draft_worker.foresight import Foresight, foresee
+from draft_worker.left_to_right import corrected_block
 from draft_worker.refinement import Drafts, begin, refine, refresh
 from draft_worker.sequence import DraftSequence
 
 CANDIDATES_PER_ROW = 32
 REFRESH_SLOTS = 4
 """Slots that each refresh of a round looks further ahead: the first disagreement is hardly ever later."""
-
-
-@dataclass(frozen=True)
-class DraftBlock:
-    """Drafts d_1..d_γ and the probability each had when it was chosen."""
-
-    token_ids: tuple[int, ...]
-    confidences: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class PreparedBlock:
-    """A block of the speculation cache, for the outcome (num_accepted, anchor)."""
-
-    num_accepted: int
-    anchor: int
-    block: DraftBlock
 
 
 @dataclass(frozen=True)
@@ -95,10 +80,7 @@ class DraftRound:
 
     def find(self, num_accepted: int, anchor: int) -> DraftBlock | None:
         """The best finished block for an outcome."""
-        for entry in self.prepared:
-            if entry.num_accepted == num_accepted and entry.anchor == anchor:
-                return entry.block
-        return None
+        return find_block(self.prepared, num_accepted, anchor)
 
     def score(self, foresight: Foresight) -> OutcomeTable:
         """All candidate outcomes, best first (equation 6, or the calibrated score of equation 8)."""
@@ -134,10 +116,8 @@ def blocks_of(drafts: Drafts) -> list[DraftBlock]:
 
 
 def fallback_block(sequence: DraftSequence, num_draft_tokens: int, generator: torch.Generator) -> DraftBlock:
-    """The block of a miss: one pass from true states for the verified anchor."""
-    return blocks_of(begin(sequence, [-1], [sequence.token_ids[-1]], num_draft_tokens, generator))[0]
-
-
-def unknown_block(token_ids: Sequence[int]) -> DraftBlock:
-    """A block whose confidences are not known (the verifier started one that is no longer remembered)."""
-    return DraftBlock(tuple(token_ids), tuple(0.5 for _ in token_ids))
+    """The block of a miss, from true states for the verified anchor: one pass, and the head's steps if there is one."""
+    anchor = sequence.token_ids[-1]
+    if sequence.networks.corrector is not None:
+        return corrected_block(sequence, sequence.networks.corrector, anchor, num_draft_tokens, generator)
+    return blocks_of(begin(sequence, [-1], [anchor], num_draft_tokens, generator))[0]

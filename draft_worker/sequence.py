@@ -1,9 +1,11 @@
-"""What the drafter keeps of one sequence: verified tokens and, for true rows only, keys and values of its three stacks.
+"""What a method that reads target states keeps of one sequence: verified tokens and, for true rows only, keys and
+values of its three stacks.
 
 True rows arrive after each verification and are appended here; predictions go to the scratch area of the caches and are
 never counted. Knows no messages.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,25 @@ def new_memory(
     )
 
 
+class MemoryPool:
+    """The memories of all slots, each allocated when a sequence first gets the slot."""
+
+    def __init__(self, networks: DraftNetworks, num_draft_tokens: int, max_cache_size: int) -> None:
+        self._networks = networks
+        self._num_draft_tokens = num_draft_tokens
+        self._max_cache_size = max_cache_size
+        self._memories: dict[int, SequenceMemory] = {}
+
+    def at(self, slot: int) -> SequenceMemory:
+        """A slot's memory, whatever it was used for before."""
+        memory = self._memories.get(slot)
+        if memory is None:
+            networks = self._networks
+            memory = new_memory(networks, networks.num_positions, self._num_draft_tokens, self._max_cache_size)
+            self._memories[slot] = memory
+        return memory
+
+
 class DraftSequence:
     """Verified tokens and true rows of a sequence. `num_rows` = n: the anchor `token_ids[-1]` has no row yet."""
 
@@ -61,9 +82,16 @@ class DraftSequence:
         """Verified key rows a pass looks at: the length rounded up, so that few shapes occur."""
         return bucket(self.num_rows, KEY_BUCKET, self.memory.num_positions)
 
+    def commit(self, accepted: Sequence[int], anchor: int) -> None:
+        """Append the accepted drafts and the bonus token; their rows come by `install`."""
+        self.token_ids += [*accepted, anchor]
+
     @torch.inference_mode()
     def install(self, taps: Tensor, decoder_kv: Tensor) -> None:
-        """Append true rows: taps [rows, taps, hidden], decoder_kv [rows, layers, 2, kv_heads, dim]."""
+        """Append true rows: taps [rows, taps, hidden], decoder_kv [rows, layers, 2, kv_heads, dim].
+
+        Without an adapter there is no decoder either, and decoder_kv is not looked at.
+        """
         networks, memory, start = self.networks, self.memory, self.num_rows
         stop = start + taps.shape[0]
         feature = networks.model.feature(taps)
@@ -74,7 +102,7 @@ class DraftSequence:
             rotary = networks.rotary.span(start, stop)
             for index, placed in enumerate(networks.adapter.placed_layers()):
                 memory.adapter.write(index, start, networks.adapter.context(placed, taps, rotary))
-        for index in range(decoder_kv.shape[1]):
+        for index, _ in networks.decoder.placed_layers():
             key, value = decoder_kv[:, index, 0], decoder_kv[:, index, 1]
             memory.decoder.write(index, start, Heads(key[:, :0], key, value))
         self.num_rows = stop

@@ -1,6 +1,7 @@
 """Measured times of the drafter's phases, at start by trial and afterwards as they happen, for the automatic pass
 plan."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +10,15 @@ from typing import Literal, cast
 
 import torch
 
-from decoding.plan import SERVING_CACHE_SIZE, PassPlan, PhaseTimes, choose_plan
+from decoding.plan import DEFAULT_MAX_PASSES, SERVING_CACHE_SIZE, PassPlan, PhaseTimes, choose_plan
 from draft_worker.foresight import foresee
 from draft_worker.networks import DraftNetworks
 from draft_worker.refinement import begin, refine, refresh
 from draft_worker.round import REFRESH_SLOTS
 from draft_worker.sequence import DraftSequence, new_memory
 from protocol.trace import NO_TRACE, WORK_TRACK, Detail, Trace
+
+logger = logging.getLogger("jetspec.drafter")
 
 Phase = Literal["install", "foresight", "draft", "refresh", "refine", "push"]
 PHASES: tuple[Phase, ...] = ("install", "foresight", "draft", "refresh", "refine", "push")
@@ -77,6 +80,7 @@ def measure_phases(
             refine(sequence, drafts)
             best = [min(old, after - before) for old, before, after in zip(best, marks[:-1], marks[1:], strict=True)]
         times[size] = PhaseTimes(foresight_s=best[0], pass_s=best[1], refresh_s=best[2], host_s=HOST_S)
+        logger.info("phase times at B=%d: %s", size, times[size])
     return times
 
 
@@ -123,7 +127,9 @@ class PlanChooser:
         if self._verify_s is None:
             chosen = PassPlan(1, 1, SERVING_CACHE_SIZE if SERVING_CACHE_SIZE in self._times else max(self._times))
         else:
-            chosen = choose_plan(self._times, self._verify_s / self._slowness)
+            most_passes = DEFAULT_MAX_PASSES if self._num_passes is None else self._num_passes
+            most_refreshes = DEFAULT_MAX_PASSES if self._num_refreshes is None else self._num_refreshes
+            chosen = choose_plan(self._times, self._verify_s / self._slowness, most_passes, most_refreshes)
         passes = chosen.num_passes if self._num_passes is None else self._num_passes
         refreshes = min(passes, chosen.num_refreshes) if self._num_refreshes is None else self._num_refreshes
         return PassPlan(passes, min(refreshes, passes), chosen.cache_size)

@@ -1,8 +1,8 @@
 """The drafter's loop: receive, schedule, draft one phase, report.
 
 Sequences share the worker phase by phase: whoever waits for a block goes first, then the sequence that is least far.
-It can
-be restarted at any time: everything it knows comes from the verifier's messages.
+It can be restarted at any time: everything it knows comes from the verifier's messages. How a block is drafted is the
+method's business.
 """
 
 import logging
@@ -10,15 +10,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
-
-from decoding.calibration import Calibration
-from decoding.uniforms import noise_generator
+from draft_worker.block import DraftBlock, unknown_block
 from draft_worker.inbox import OutcomeArrival, OutcomeInbox
-from draft_worker.networks import DraftNetworks
-from draft_worker.round import DraftBlock, DraftRound, SelectionRule, fallback_block, unknown_block
-from draft_worker.sequence import DraftSequence, SequenceMemory, new_memory
-from draft_worker.timing import PHASES, PhaseClock, PlanChooser, shown_phase
+from draft_worker.methods import DraftMethod, MethodSequence, OpenedSequence, Round
+from draft_worker.timing import PHASES, PhaseClock, shown_phase
 from modeling.tensors import from_bytes
 from protocol.channel import Channel, wait_any
 from protocol.frames import Received, TensorFrame
@@ -49,7 +44,6 @@ IDLE_WAIT_S = 0.05
 STATUS_INTERVAL_S = 0.5
 HELLO_INTERVAL_S = 0.5
 HELLO_AGAIN_S = 2.0
-PHASE_ORDER = {phase: order for order, phase in enumerate(("foresight", "draft", "refresh", "refine"))}
 
 
 class DrafterRefused(RuntimeError):
@@ -63,7 +57,6 @@ class DrafterLimits:
     num_draft_tokens: int
     max_model_len: int
     max_num_seqs: int
-    max_cache_size: int
 
     @property
     def num_positions(self) -> int:
@@ -75,11 +68,10 @@ class DraftedSequence:
     """One sequence and the round it is in. `remembered`: confidences of the blocks the verifier may start."""
 
     sequence_id: int
-    sequence: DraftSequence
-    stop_token_ids: frozenset[int]
-    generator: torch.Generator
+    slot: int
+    sequence: MethodSequence
     inbox: OutcomeInbox = field(default_factory=OutcomeInbox)
-    round: DraftRound | None = None
+    round: Round | None = None
     steps: Iterator[str] | None = None
     next_phase: str | None = None
     num_steps: int = 0
@@ -92,25 +84,18 @@ class DraftWorker:
 
     def __init__(
         self,
-        networks: DraftNetworks,
+        method: DraftMethod,
         limits: DrafterLimits,
         hello: PeerHello,
-        chooser: PlanChooser,
-        calibration: Calibration | None,
-        threshold: float | None,
         peer: Channel[PeerMessage],
         control: Channel[ControlMessage] | None,
         trace: Trace = NO_TRACE,
     ) -> None:
-        self._networks = networks
+        self._method = method
         self._limits = limits
         self._hello = hello
-        self._chooser = chooser
-        self._calibration = calibration
-        self._threshold = threshold
         self._peer = peer
         self._control = control
-        self._memories: dict[int, SequenceMemory] = {}
         self._sequences: dict[int, DraftedSequence] = {}
         self._clock = PhaseClock(trace)
         self._is_accepted = False
@@ -183,21 +168,20 @@ class DraftWorker:
 
     def _accept(self) -> None:
         if not self._is_accepted:
-            plan = self._chooser.plan
-            logger.info("accepted; plan J=%d R=%d B=%d", plan.num_passes, plan.num_refreshes, plan.cache_size)
+            logger.info("accepted; plan: %s", self._method.plan or "none")
         self._is_accepted = True
 
     def _announce(self) -> None:
         """Tell the server once that there is a drafter; a send before the link stands is refused, so it is repeated."""
         if self._is_announced or not self._is_accepted or self._control is None:
             return
-        plan = self._chooser.plan
+        plan = self._method.plan
         self._is_announced = self._control.send(
             DrafterReady(
                 pid=self._hello.pid,
-                plan_passes=plan.num_passes,
-                plan_refreshes=plan.num_refreshes,
-                cache_size=plan.cache_size,
+                plan_passes=0 if plan is None else plan.num_passes,
+                plan_refreshes=0 if plan is None else plan.num_refreshes,
+                cache_size=0 if plan is None else plan.cache_size,
             )
         )
 
@@ -206,19 +190,14 @@ class DraftWorker:
         if not fits or message.sequence_id in self._sequences:
             self._num_stale += 1
             return
-        memory = self._memories.get(message.slot)
-        if memory is None:
-            limits = self._limits
-            memory = new_memory(self._networks, limits.num_positions, limits.num_draft_tokens, limits.max_cache_size)
-            self._memories[message.slot] = memory
         for state in list(self._sequences.values()):
-            if state.sequence.memory is memory:  # its close was lost; two sequences may not write one memory
+            if state.slot == message.slot:  # its close was lost; two sequences may not write one memory
                 self._forget(state.sequence_id)
+        opened = OpenedSequence(
+            message.sequence_id, message.slot, message.prompt_token_ids, frozenset(message.stop_token_ids)
+        )
         self._sequences[message.sequence_id] = DraftedSequence(
-            message.sequence_id,
-            DraftSequence(self._networks, memory, message.prompt_token_ids),
-            frozenset(message.stop_token_ids),
-            noise_generator(0, message.sequence_id),
+            message.sequence_id, message.slot, self._method.open(opened)
         )
 
     def _install_context(self, message: ContextRows, frames: tuple[TensorFrame, ...] | list[TensorFrame]) -> None:
@@ -233,7 +212,7 @@ class DraftWorker:
             self._num_stale += 1
 
     def _install(self, state: DraftedSequence, frames: tuple[TensorFrame, ...] | list[TensorFrame]) -> None:
-        device, dtype = self._networks.device, self._networks.dtype
+        device, dtype = self._method.device, self._method.dtype
         taps, decoder_kv = (from_bytes(frame.dtype, frame.shape, frame.data, device).to(dtype) for frame in frames)
         with self._clock.measure("install", sequence=state.sequence_id):
             state.sequence.install(taps, decoder_kv)
@@ -246,10 +225,11 @@ class DraftWorker:
             return
         if state.block_started_at is not None:
             busy = max(1, sum(other.round is not None for other in self._sequences.values()))
-            self._chooser.observe_verification((arrival.arrived_at - state.block_started_at) / busy)
+            self._method.observe_verification((arrival.arrived_at - state.block_started_at) / busy)
         state.round = state.steps = state.next_phase = None
-        state.sequence.token_ids += [*message.drafts[: message.num_accepted], message.anchor]
+        state.sequence.commit(message.drafts[: message.num_accepted], message.anchor)
         block: DraftBlock | None = None
+        was_hit = True
         if message.awaiting:
             block = None if finished is None else finished.find(message.num_accepted, message.anchor)
             if block is not None:
@@ -258,8 +238,9 @@ class DraftWorker:
             else:
                 self._install(state, arrival.frames)
                 with self._clock.measure("draft", "fallback", sequence=state.sequence_id, round=message.round + 1):
-                    block = fallback_block(state.sequence, self._limits.num_draft_tokens, state.generator)
+                    block = state.sequence.fallback()
                 self._answer(state, message, block, is_late_hit=False)
+                was_hit = False
             state.block_started_at = time.perf_counter()
         else:
             self._install(state, arrival.frames)
@@ -268,17 +249,13 @@ class DraftWorker:
                 drafts = tuple(message.next_drafts)
                 block = state.remembered.get(drafts) or unknown_block(drafts)
                 state.block_started_at = arrival.arrived_at
-        if block is not None and block.token_ids and self._networks.adapter is not None:
-            self._begin_round(state, block)
+        if block is not None and block.token_ids:
+            self._begin_round(state, block, was_hit=was_hit)
 
-    def _begin_round(self, state: DraftedSequence, block: DraftBlock) -> None:
-        state.round = DraftRound(
-            state.sequence,
-            block,
-            self._chooser.plan,
-            SelectionRule(self._calibration, self._threshold, state.stop_token_ids),
-            state.generator,
-        )
+    def _begin_round(self, state: DraftedSequence, block: DraftBlock, *, was_hit: bool) -> None:
+        state.round = state.sequence.begin_round(block, was_hit=was_hit)
+        if state.round is None:
+            return
         state.steps = state.round.steps()
         state.next_phase = next(state.steps, None)
         state.num_steps = 0
@@ -322,12 +299,12 @@ class DraftWorker:
         round_number = state.inbox.next_round
         with self._clock.measure(phase, shown_phase(phase, version), sequence=state.sequence_id, round=round_number):
             state.next_phase = next(state.steps, None)
-        self._chooser.observe_phase(phase, time.perf_counter() - started, state.round.plan.cache_size)
+        self._method.observe_phase(phase, time.perf_counter() - started, state.round.plan)
         state.num_steps += 1
         if state.round.version > version:
             self._push(state, state.round)
 
-    def _push(self, state: DraftedSequence, finished: DraftRound) -> None:
+    def _push(self, state: DraftedSequence, finished: Round) -> None:
         entries = []
         for entry in finished.prepared:
             state.remembered[entry.block.token_ids] = entry.block

@@ -14,10 +14,11 @@ from decoding.calibration import Calibration
 from decoding.outcomes import OutcomeTable
 from decoding.plan import PassPlan
 from decoding.uniforms import noise_generator
+from draft_worker.block import DraftBlock
 from draft_worker.foresight import foresee
 from draft_worker.networks import DraftNetworks
 from draft_worker.refinement import begin, refine, refresh
-from draft_worker.round import REFRESH_SLOTS, DraftBlock, DraftRound, SelectionRule, blocks_of, fallback_block
+from draft_worker.round import REFRESH_SLOTS, DraftRound, SelectionRule, blocks_of, fallback_block
 from draft_worker.sequence import DraftSequence, new_memory
 from evaluation.texts import TargetText
 

@@ -79,6 +79,14 @@ class KeyValueCache:
         assert 0 <= row <= self.num_scratch - heads.key.shape[0], "scratch rows may not reach the verified ones"
         self._store(layer, row, heads)
 
+    def keep_scratch(self, row: int, position: int, num_rows: int) -> None:
+        """Copy scratch rows from `row` on to positions from `position` on: their tokens turned out to be the text."""
+        assert 0 <= row <= self.num_scratch - num_rows, "the rows lie in the scratch area"
+        assert 0 <= position <= self.num_positions - num_rows, "the rows have room behind the scratch area"
+        to = self.num_scratch + position
+        for rows in (self.key, self.value):
+            rows[:, :, to : to + num_rows] = rows[:, :, row : row + num_rows]
+
     def _store(self, layer: int, row: int, heads: Heads) -> None:
         if self._kernel is not None:
             self._kernel.store(layer, row, heads.key, heads.value)

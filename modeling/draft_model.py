@@ -86,6 +86,14 @@ def draft_config_from_json(config: dict[str, Any]) -> DraftConfig:
     )
 
 
+def read_draft_config(folder: Path) -> DraftConfig:
+    """Config of a draft model's folder, or of the one its head belongs to; raises `UnsupportedModel`."""
+    fields = read_json(folder / "config.json")
+    if "backbone" in fields:
+        fields = read_json(_backbone_folder(folder, fields) / "config.json")
+    return draft_config_from_json(fields)
+
+
 def draft_config_to_json(config: DraftConfig) -> dict[str, Any]:
     """The inverse of `draft_config_from_json`, in the published layout."""
     shape = config.architecture
@@ -215,14 +223,7 @@ def _load_head_on_backbone(
     folder: Path, fields: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> LoadedDraft:
     """A folder that holds only a head, with the draft model that it names."""
-    name = fields["backbone"]
-    if not isinstance(name, str) or not name or Path(name).is_absolute():
-        raise UnsupportedModel(f"{folder}/config.json: backbone {name!r} is not a folder relative to this one")
-    backbone = folder / name
-    if not (backbone / "config.json").is_file():
-        raise UnsupportedModel(f"{folder}/config.json: backbone {name!r}: {backbone.resolve()} holds no draft model")
-    if "backbone" in read_json(backbone / "config.json"):
-        raise UnsupportedModel(f"{folder}/config.json: backbone {name!r} is itself only a head")
+    backbone = _backbone_folder(folder, fields)
     head_config = head_config_from_json(fields)
     if head_config is None:
         raise UnsupportedModel(f"{folder}/config.json names a backbone but no head (markov_rank or projector_type)")
@@ -233,6 +234,19 @@ def _load_head_on_backbone(
         raise UnsupportedModel(f"{folder} is for a backbone with another draft vocabulary than {backbone.resolve()}")
     head = _read_head(folder, head_config, tensors, loaded.model.config, dtype, device)
     return LoadedDraft(loaded.model, loaded.token_ids, head)
+
+
+def _backbone_folder(folder: Path, fields: dict[str, Any]) -> Path:
+    """The draft model that a head's `config.json` names; raises `UnsupportedModel` where there is none."""
+    name = fields["backbone"]
+    if not isinstance(name, str) or not name or Path(name).is_absolute():
+        raise UnsupportedModel(f"{folder}/config.json: backbone {name!r} is not a folder relative to this one")
+    backbone = folder / name
+    if not (backbone / "config.json").is_file():
+        raise UnsupportedModel(f"{folder}/config.json: backbone {name!r}: {backbone.resolve()} holds no draft model")
+    if "backbone" in read_json(backbone / "config.json"):
+        raise UnsupportedModel(f"{folder}/config.json: backbone {name!r} is itself only a head")
+    return backbone
 
 
 def _read_head(

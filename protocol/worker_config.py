@@ -9,9 +9,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-MethodName = Literal["jetspec++", "ar"]
+DraftMethodName = Literal["dflash", "jetspec", "dspark", "domino", "ssd", "jetspec++"]
+MethodName = DraftMethodName | Literal["ar"]
 DraftQuantization = Literal["auto", "none", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+EXIT_UNUSABLE_FILES = 3
+"""Exit status of a drafter whose files do not fit its method or the target: starting it again cannot help."""
 
 _Count = Annotated[int, Field(ge=0)]
 _PositiveCount = Annotated[int, Field(ge=1)]

@@ -48,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     exactness.add_argument("--dtype", nargs="+", metavar="DTYPE", help="float32, bfloat16 or both (default: auto)")
     exactness.add_argument("--num-prompts", metavar="VALUE", default="8", help="prompts to compare (default: 8)")
     exactness.add_argument("--max-tokens", metavar="VALUE", default="96", help="tokens per prompt (default: 96)")
-    exactness.add_argument("--methods", nargs="+", metavar="METHOD", help="methods to compare with ar")
+    exactness.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help="methods to compare with ar, or all (default: jetspec++)"
+    )
     exactness.add_argument(
         "--prompts", metavar="FILE", help='JSON lines with {"turns": [...]} instead of the own prompts'
     )

@@ -18,9 +18,21 @@ ENVIRONMENT_PREFIX = "JETSPEC_"
 
 CoreChoice = int | Literal["auto", "none"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
-MethodChoice = Literal["jetspec++", "ar"]
+MethodChoice = Literal["ar", "dflash", "jetspec", "dspark", "domino", "ssd", "jetspec++"]
 QuantizationChoice = Literal["auto", "none", "int8"]
 LogLevelChoice = Literal["debug", "info", "warning", "error"]
+
+
+NUM_DRAFT_TOKENS: dict[MethodChoice, int] = {
+    "ar": 4,
+    "dflash": 4,
+    "jetspec": 4,
+    "dspark": 4,
+    "domino": 4,
+    "ssd": 4,
+    "jetspec++": 4,
+}
+"""Default γ by method. For `ar` it only bounds the rows whose kernels must agree."""
 
 
 class ConfigError(Exception):
@@ -170,7 +182,9 @@ class ServeConfig:
         "auto", _one_of(*get_args(QuantizationChoice)), "weights of the drafting networks: int8 where the CPU has VNNI"
     )
     method: MethodChoice = setting("jetspec++", _one_of(*get_args(MethodChoice)), "decoding method")
-    num_speculative_tokens: int = setting(4, _integer(1, 63), "draft tokens in a block")
+    num_speculative_tokens: int = setting(
+        NUM_DRAFT_TOKENS["jetspec++"], _integer(1, 63), "draft tokens in a block; the default depends on the method"
+    )
     cache_size: int | None = setting(None, _integer_or_auto(1, 256), "outcomes drafted ahead per round, or auto")
     passes: int | None = setting(None, _integer_or_auto(0, 16), "refinement passes, or auto")
     refreshes: int | None = setting(None, _integer_or_auto(0, 16), "context refreshes, or auto")
@@ -228,6 +242,9 @@ class ServeConfig:
         both_pinned = isinstance(self.verify_core, int) and isinstance(self.draft_core, int)
         if self.method == "ar" and self.draft_model is not None:
             raise ConfigError("--draft-model: the method ar uses no draft model")
+        for name in ("adapter", "calibration"):
+            if self.method != "jetspec++" and getattr(self, name) is not None:
+                raise ConfigError(f"{flag_of(name)}: only the method jetspec++ uses it, not {self.method}")
         if both_pinned and self.verify_core == self.draft_core:
             raise ConfigError("--draft-core: must differ from --verify-core")
         if isinstance(self.verify_core, int) and self.verify_threads > 1:
@@ -294,6 +311,8 @@ def from_arguments(arguments: Mapping[str, object], environment: Mapping[str, st
                 values[item.name] = parse(str(given))
         except ValueError as error:
             raise ConfigError(f"{source}: {error}") from None
+    if "method" in values:
+        values.setdefault("num_speculative_tokens", NUM_DRAFT_TOKENS[values["method"]])
     return ServeConfig(**values)
 
 

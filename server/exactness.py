@@ -1,4 +1,4 @@
-"""`jetspecpp exactness`: are the texts of speculative decoding, token for token, those of plain decoding?
+"""`jetspecpp exactness`: are the texts of every drafting method, token for token, those of plain decoding?
 
 Both go through the same running engine, several at a time, so that what is compared is what is served: the company a
 sequence has, the timing and the drafts may differ, the tokens may not.
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import get_args
 
 from protocol.messages import Finished, SamplingFields
-from server.config import ConfigError, DtypeChoice, ServeConfig, from_arguments
+from server.config import ConfigError, DtypeChoice, MethodChoice, ServeConfig, flag_of, from_arguments
+from server.draft_files import find_draft_files
 from server.engine import EngineError, GenerationRequest
 from server.metrics import ROUND_LABELS, Metrics
 from server.serve import configure_logging
@@ -30,7 +31,9 @@ logger = logging.getLogger("jetspec.exactness")
 
 EXIT_FAILURE = 1
 BASELINE = "ar"
-METHODS = ("jetspec++",)
+METHODS = tuple(method for method in get_args(MethodChoice) if method != BASELINE)
+ALL = "all"
+ONE_METHODS_FLAGS = ("draft_model", "adapter", "calibration")
 TEMPERATURES = (0.0, 1.0)
 FIRST_SEED = 1000
 
@@ -63,7 +66,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of one run, and whether any draft was verified in it: plain decoding equals itself."""
+    """The results of one method, and whether any draft was verified in it: plain decoding equals itself."""
 
     results: list[Result]
     is_meaningful: bool
@@ -81,32 +84,66 @@ class Text:
 def exactness(parsed: argparse.Namespace) -> int:
     """Run the command; returns 0 when every text is identical. Raises `ConfigError` for wrong input."""
     dtypes = _choices("--dtype", parsed.dtype or ["auto"], get_args(DtypeChoice))
-    methods = _choices("--methods", parsed.methods or list(METHODS), METHODS)
+    methods = _methods(parsed)
     num_prompts = _count("--num-prompts", parsed.num_prompts)
     max_tokens = _count("--max-tokens", parsed.max_tokens)
     prompts = _prompts(parsed.prompts, num_prompts)
     quiet = {} if parsed.log_level else {"log_level": "warning"}
+    arguments = {**vars(parsed), "dtype": None}
+    configs = [
+        from_arguments(arguments, os.environ, dtype=dtype, method=method, **quiet)
+        for dtype in dtypes
+        for method in methods
+    ]
+    if len(methods) > 1:
+        for config in configs:
+            find_draft_files(config)  # so that nothing runs for minutes before a missing folder is named
+    configure_logging(configs[0].log_level)
     results: list[Result] = []
-    is_shown = True
-    for dtype in dtypes:
-        arguments = {**vars(parsed), "dtype": None}
-        config = from_arguments(arguments, os.environ, dtype=dtype, method=methods[0], **quiet)
-        configure_logging(config.log_level)
+    silent: list[str] = []
+    for config in configs:
         try:
-            comparison = asyncio.run(_compare(config, methods, prompts, max_tokens))
+            comparison = asyncio.run(_compare(config, prompts, max_tokens))
         except (StartupError, EngineError) as error:
-            logger.error("%s", error)
-            return EXIT_FAILURE
+            logger.error("%s: %s", config.method, error)
+            silent.append(config.method)
+            continue
         results += comparison.results
         if not comparison.is_meaningful:
-            logger.error("the drafter was never in time: no draft was verified, so the comparison shows nothing")
-            is_shown = False
+            logger.error(
+                "%s: the drafter was never in time: no draft was verified, so the comparison shows nothing",
+                config.method,
+            )
+            silent.append(config.method)
     if parsed.json is not None:
         _write(Path(parsed.json), results)
-    return 0 if is_shown and all(result.identical == result.total for result in results) else EXIT_FAILURE
+    return _verdict(results, silent)
 
 
-async def _compare(config: ServeConfig, methods: Sequence[str], prompts: Sequence[str], max_tokens: int) -> Comparison:
+def _methods(parsed: argparse.Namespace) -> list[str]:
+    """The methods asked for, `all` spelled out. Files given by flag belong to one method."""
+    given = [name for item in parsed.methods or ["jetspec++"] for name in item.split(",")]
+    methods = list(METHODS) if given == [ALL] else _choices("--methods", given, (*METHODS, ALL))
+    if ALL in methods:
+        raise ConfigError(f"--methods: {ALL} stands alone")
+    for name in ONE_METHODS_FLAGS:
+        if len(methods) > 1 and getattr(parsed, name) is not None:
+            raise ConfigError(f"{flag_of(name)}: its files are for one method, and --methods names {len(methods)}")
+    return methods
+
+
+def _verdict(results: Sequence[Result], silent: Sequence[str]) -> int:
+    different = sorted({result.method for result in results if result.identical < result.total})
+    if different:
+        print(f"verdict: {', '.join(different)} differs from {BASELINE}")
+    elif silent:
+        print(f"verdict: nothing was compared for {', '.join(sorted(set(silent)))}")
+    else:
+        print(f"verdict: all identical to {BASELINE}")
+    return EXIT_FAILURE if different or silent else 0
+
+
+async def _compare(config: ServeConfig, prompts: Sequence[str], max_tokens: int) -> Comparison:
     metrics = Metrics(config.num_speculative_tokens)
     results: list[Result] = []
     async with open_service(config, metrics) as service:
@@ -117,11 +154,10 @@ async def _compare(config: ServeConfig, methods: Sequence[str], prompts: Sequenc
         _check_lengths(token_ids, max_tokens, serving.max_model_len)
         for temperature in TEMPERATURES:
             baseline = await _run(serving, token_ids, temperature, max_tokens, speculative=False)
-            for method in methods:
-                texts = await _run(serving, token_ids, temperature, max_tokens, speculative=True)
-                results.append(_result(method, temperature, serving.info.dtype, baseline, texts))
-                _print(results[-1])
-        _report_rounds(metrics)
+            texts = await _run(serving, token_ids, temperature, max_tokens, speculative=True)
+            results.append(_result(config.method, temperature, serving.info.dtype, baseline, texts))
+            _print(results[-1])
+        _report_rounds(config.method, metrics)
     drafted = sum(metrics.num_rounds(label) for label in ROUND_LABELS if label != "autoregressive")
     return Comparison(results, drafted > 0)
 
@@ -213,9 +249,9 @@ def _print(result: Result) -> None:
     )
 
 
-def _report_rounds(metrics: Metrics) -> None:
+def _report_rounds(method: str, metrics: Metrics) -> None:
     counts = {label: int(metrics.num_rounds(label)) for label in ROUND_LABELS}
-    print("rounds: " + ", ".join(f"{count} {label}" for label, count in counts.items()))
+    print(f"{method:12} rounds: " + ", ".join(f"{count} {label}" for label, count in counts.items()))
 
 
 def _write(path: Path, results: Sequence[Result]) -> None:

@@ -20,6 +20,7 @@ DEMO_LIMIT_S = 3600.0
 SUPPORTED_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # The folder below weights/ that holds the drafter trained for a model
 SHIPPED_WEIGHTS = {DEMO_NAME: "smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m"}
+ADAPTER_METHOD = "jetspec++"  # its parts are in draft/ and adapter/, other methods are in a folder of their name
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]  # never pickles, never code
 
@@ -42,13 +43,14 @@ class ResolvedModel:
 
 @dataclass(frozen=True)
 class ShippedWeights:
-    """Folders of the draft weights that come with this project. `calibration` is None when none is shipped.
+    """Folders of a method's draft weights that come with this project. Only `jetspec++` has an adapter.
 
-    The calibration folder holds a `budget-<N>.json` for each budget N (drafts and anchor) that it was fitted for.
+    The calibration folder, None when none is shipped, holds a `budget-<N>.json` for each budget N (drafts and anchor)
+    that it was fitted for.
     """
 
     draft: Path
-    adapter: Path
+    adapter: Path | None
     calibration: Path | None
 
 
@@ -72,18 +74,39 @@ def resolve(model: str, revision: str | None = None) -> ResolvedModel:
     )
 
 
-def default_weights(model: str) -> ShippedWeights | None:
-    """The draft weights shipped for this `--model`, from the checkout or the installed package; None without any."""
+def default_weights(model: str, method: str = ADAPTER_METHOD) -> ShippedWeights | None:
+    """The draft weights shipped for this `--model` and `--method`, from the checkout or the installed package.
+
+    None without any.
+    """
+    draft = weights_folder(model, method)
+    if draft is None or not (draft / "config.json").is_file():
+        return None
+    if method != ADAPTER_METHOD:
+        return ShippedWeights(draft, None, None)
+    adapter, calibration = draft.parent / "adapter", draft.parent / "calibration"
+    if not (adapter / "config.json").is_file():
+        return None
+    has_calibration = any(calibration.glob("budget-*.json"))
+    return ShippedWeights(draft, adapter, calibration if has_calibration else None)
+
+
+def weights_folder(model: str, method: str) -> Path | None:
+    """Where the draft weights of a method are, or would be, for a model; None for a model that nothing is shipped
+    for."""
     name = SHIPPED_WEIGHTS.get(model)
     if name is None:
         return None
-    for root in _weight_roots():
-        folder = root / name
-        draft, adapter, calibration = folder / "draft", folder / "adapter", folder / "calibration"
-        if (draft / "config.json").is_file() and (adapter / "config.json").is_file():
-            has_calibration = any(calibration.glob("budget-*.json"))
-            return ShippedWeights(draft, adapter, calibration if has_calibration else None)
-    return None
+    part = "draft" if method == ADAPTER_METHOD else method
+    folders = [root / name / part for root in _weight_roots()]
+    return next((folder for folder in folders if (folder / "config.json").is_file()), folders[0])
+
+
+def check_draft_folder(folder: Path) -> None:
+    """Raise `ModelError` unless a folder, and the one whose head it is, has a config."""
+    backbone = _read_json(folder / "config.json").get("backbone")
+    if isinstance(backbone, str) and not (folder / backbone / "config.json").is_file():
+        raise ModelError(f"{folder / 'config.json'} names the backbone {backbone!r}, which holds no draft model")
 
 
 def inspect_folder(name: str, folder: Path) -> ResolvedModel:

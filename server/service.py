@@ -22,10 +22,11 @@ from protocol.messages import CONTROL_MESSAGES, FRONTEND_MESSAGES, VerifierReady
 from protocol.trace import TraceFileError, create_trace_file, finish_trace_file
 from protocol.worker_config import WorkerConfig
 from server.build import Weights, git_commit, identify, package_version
-from server.config import DEMO_MODEL, ConfigError, PinnedCores, ServeConfig, choose_cores
+from server.config import DEMO_MODEL, PinnedCores, ServeConfig, choose_cores
+from server.draft_files import DraftFiles, find_draft_files
 from server.engine import Engine
 from server.metrics import Metrics
-from server.models import ModelError, ResolvedModel, default_weights, resolve
+from server.models import ModelError, ResolvedModel, resolve
 from server.state import ServedModel
 from server.supervisor import Supervisor, WorkerCommands
 from server.tokenizer import Tokenizer, TokenizerError
@@ -39,15 +40,6 @@ REJECTION_GRACE_S = 1.0
 
 class StartupError(Exception):
     """The server cannot start; the message is for the user."""
-
-
-@dataclass(frozen=True)
-class DraftPaths:
-    """The drafter's files."""
-
-    draft: Path | None
-    adapter: Path | None
-    calibration: Path | None
 
 
 @dataclass(frozen=True)
@@ -111,13 +103,16 @@ class Service:
 async def open_service(
     config: ServeConfig, metrics: Metrics, commands: WorkerCommands | None = None
 ) -> AsyncIterator[Service]:
-    """Start the workers and stop them at the end. Yields while they load; raises `StartupError` for a wrong setting."""
+    """Start the workers and stop them at the end. Yields while they load.
+
+    Raises `ConfigError` for a wrong setting, `StartupError` for a model that cannot be served.
+    """
     try:
         cores = choose_cores(config)
         resolved, tokenizer = await in_daemon_thread(lambda: _load(config))
-        drafter = _draft_paths(config)
+        drafter = find_draft_files(config)
         weights = await in_daemon_thread(lambda: _identify(resolved, drafter))
-    except (ConfigError, ModelError, TokenizerError, OSError) as error:
+    except (ModelError, TokenizerError, OSError) as error:
         raise StartupError(str(error)) from None
     run_id = uuid.uuid4().hex
     with _directory_of_run() as directory, _trace_of_run(config.trace_dir, run_id) as trace:
@@ -201,7 +196,7 @@ def _endpoints(directory: Path) -> Endpoints:
 def _worker_config(
     config: ServeConfig,
     resolved: ResolvedModel,
-    drafter: DraftPaths,
+    drafter: DraftFiles,
     cores: PinnedCores,
     run_id: str,
     endpoints: Endpoints,
@@ -267,7 +262,7 @@ def _load(config: ServeConfig) -> tuple[ResolvedModel, Tokenizer]:
     return resolved, Tokenizer.load(resolved.folder)
 
 
-def _identify(resolved: ResolvedModel, drafter: DraftPaths) -> tuple[Weights, ...]:
+def _identify(resolved: ResolvedModel, drafter: DraftFiles) -> tuple[Weights, ...]:
     """Names and revisions of everything that is loaded."""
     weights = [identify("target", resolved.folder, resolved.name)]
     if drafter.draft is not None:
@@ -275,48 +270,6 @@ def _identify(resolved: ResolvedModel, drafter: DraftPaths) -> tuple[Weights, ..
     if drafter.adapter is not None:
         weights.append(identify("adapter", drafter.adapter))
     return tuple(weights)
-
-
-def _draft_paths(config: ServeConfig) -> DraftPaths:
-    """The drafter's files: as given, else as shipped for the model. Raises `ConfigError` when there are none."""
-    if config.method == "ar":
-        return DraftPaths(None, None, None)
-    given = {
-        "draft_model": _existing("draft_model", config.draft_model),
-        "adapter": _existing("adapter", config.adapter),
-        "calibration": _existing("calibration", config.calibration),
-    }
-    shipped = default_weights(config.model)
-    draft = given["draft_model"] or (shipped.draft if shipped is not None else None)
-    adapter = given["adapter"] or (shipped.adapter if shipped is not None else None)
-    if draft is None:
-        raise ConfigError("--draft-model: none is shipped for this model; give a folder, or choose --method ar")
-    if adapter is None:
-        raise ConfigError("--adapter: none is shipped for this model; give a folder, or choose --method ar")
-    calibration = given["calibration"]
-    if calibration is not None:
-        calibration = _calibration_file(calibration, config)
-        if not calibration.is_file():
-            raise ConfigError(f"--calibration: {given['calibration']} holds no {calibration.name}")
-    elif shipped is not None and shipped.calibration is not None and given["draft_model"] is None:
-        # Fitted to the shipped draft model and to no other. A budget without one ranks by the decoder alone.
-        fitted = _calibration_file(shipped.calibration, config)
-        calibration = fitted if fitted.is_file() else None
-    return DraftPaths(draft, adapter, calibration)
-
-
-def _calibration_file(path: Path, config: ServeConfig) -> Path:
-    """A calibration's file: the path itself, or the one for this budget in a folder."""
-    return path / f"budget-{config.num_speculative_tokens + 1}.json" if path.is_dir() else path
-
-
-def _existing(name: str, given: str | None) -> Path | None:
-    if given is None:
-        return None
-    path = Path(given).expanduser().resolve()
-    if not path.exists():
-        raise ConfigError(f"--{name.replace('_', '-')}: {given} does not exist")
-    return path
 
 
 def _text(path: Path | None) -> str | None:

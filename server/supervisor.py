@@ -17,6 +17,7 @@ from typing import Any
 
 from protocol.channel import AsyncChannel
 from protocol.messages import ControlMessage, DrafterReady, DrafterStatus, Stop
+from protocol.worker_config import EXIT_UNUSABLE_FILES
 from server.engine import Engine
 from server.metrics import Metrics
 
@@ -142,7 +143,7 @@ class Supervisor:
 
     @property
     def rejection(self) -> str | None:
-        """Why the verifier refused the drafter, if it did."""
+        """Why no drafter can work here, if so: the verifier refused it, or its files are wrong."""
         return self.engine.rejection
 
     @property
@@ -213,6 +214,9 @@ class Supervisor:
             was_stable = self._drafter_is_ready and time.monotonic() - self._drafter.started_at > STABLE_AFTER_S
             self._drafter.signal_group(signal.SIGKILL)  # whatever it may have started
             self._set_drafter(is_ready=False)
+            if status == EXIT_UNUSABLE_FILES:
+                self.engine.rejection = "its files cannot be used; its own message says which and why"
+                refused.set()
             self.drafter_settled.set()
             if refused.is_set():
                 return
@@ -282,7 +286,7 @@ class Supervisor:
 
     async def _watch_rejection(self) -> None:
         await self.engine.drafter_rejected.wait()
-        logger.error("the verifier refused the drafter: %s", self.rejection)
+        logger.error("the drafter is refused: %s", self.rejection)
         self._set_drafter(is_ready=False)
         self.drafter_settled.set()
         if self._drafter is not None:

@@ -4,13 +4,14 @@ import argparse
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from modeling.architecture import UnsupportedModel, read_json
+from modeling.architecture import Architecture, UnsupportedModel
 from modeling.decoder import decoder_layer_ids
-from modeling.draft_model import check_draft_fits, draft_config_from_json
+from modeling.draft_model import check_draft_fits, read_draft_config
 from modeling.invariance import choose_policy
 from modeling.kernels.threads import set_num_threads
 from modeling.runtime import choose_dtype, die_with_parent, model_fingerprint, pin
@@ -28,6 +29,26 @@ from verify_worker.worker import VerifierSettings, VerifyWorker
 logger = logging.getLogger("jetspec.verifier")
 
 
+@dataclass(frozen=True)
+class SentStates:
+    """What the drafter gets of every verified row: outputs of the tap layers, keys and values of the decoder's."""
+
+    tap_layers: tuple[int, ...] = ()
+    decoder_layers: tuple[int, ...] = ()
+
+
+def states_to_send(config: WorkerConfig, target: Architecture) -> SentStates:
+    """The states that the method reads; the drafter must say the same in its hello. Raises `UnsupportedModel`."""
+    if config.draft_path is None or config.method == "ssd":  # ssd's drafter reads tokens only
+        return SentStates()
+    draft = read_draft_config(Path(config.draft_path))
+    check_draft_fits(draft, target)
+    has_decoder = config.adapter_path is not None
+    return SentStates(
+        draft.tap_layers, decoder_layer_ids(draft.tap_layers[-1], target.num_layers) if has_decoder else ()
+    )
+
+
 def run(config: WorkerConfig) -> None:
     """Build the worker from its config and run it until it is told to stop."""
     device = torch.device(config.device_verify)
@@ -36,15 +57,10 @@ def run(config: WorkerConfig) -> None:
     target = load_target(folder, dtype, device)
     shape = target.architecture
     max_model_len = min(config.max_model_len or shape.max_positions, shape.max_positions)
-    tap_layers: tuple[int, ...] = ()
-    if config.draft_path is not None:
-        draft = draft_config_from_json(read_json(Path(config.draft_path) / "config.json"))
-        check_draft_fits(draft, shape)
-        tap_layers = draft.tap_layers
     vocabulary = read_vocabulary(folder, shape.vocab_size)
-    runner = TargetRunner(target, tap_layers, max_model_len + config.num_draft_tokens + 1)
+    states = states_to_send(config, shape)
+    runner = TargetRunner(target, states.tap_layers, max_model_len + config.num_draft_tokens + 1)
     policy = choose_policy(runner, config.num_draft_tokens, config.max_num_seqs)
-    decoder_layers = decoder_layer_ids(tap_layers[-1], shape.num_layers) if tap_layers else ()
     hello = None
     if config.draft_path is not None:
         hello = PeerHello(
@@ -54,8 +70,8 @@ def run(config: WorkerConfig) -> None:
             target_fingerprint=model_fingerprint(folder),
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
-            tap_layers=list(tap_layers),
-            decoder_layers=list(decoder_layers),
+            tap_layers=list(states.tap_layers),
+            decoder_layers=list(states.decoder_layers),
             num_draft_tokens=config.num_draft_tokens,
             dtype=DTYPE_NAMES[dtype],
             max_model_len=max_model_len,
@@ -76,7 +92,7 @@ def run(config: WorkerConfig) -> None:
     trace = Trace(None if config.trace_path is None else Path(config.trace_path), "verifier")
     grammars = GrammarCompiler(vocabulary, device)
     with peer, frontend, trace:
-        verifier = Verifier(runner, policy, decoder_layers[0] if decoder_layers else shape.num_layers)
+        verifier = Verifier(runner, policy, states.decoder_layers[0] if states.decoder_layers else shape.num_layers)
         VerifyWorker(runner, verifier, settings, hello, frontend, peer, grammars, trace).run()
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from draft_worker.foreseeing import ForesightMethod
 from draft_worker.networks import DraftNetworks
 from draft_worker.timing import NO_TIMES, PlanChooser
 from draft_worker.worker import DraftedSequence, DrafterLimits, DraftWorker
@@ -57,8 +58,8 @@ class Bench:
             max_num_seqs=2,
         )
         chooser = PlanChooser({self.cache_size: NO_TIMES}, self.cache_size, self.num_passes, self.num_refreshes)
-        limits = DrafterLimits(GAMMA, 96, 2, self.cache_size)
-        self.worker = DraftWorker(self.networks, limits, hello, chooser, None, None, worker_end, control_end)
+        method = ForesightMethod(self.networks, GAMMA, chooser, self.cache_size)
+        self.worker = DraftWorker(method, DrafterLimits(GAMMA, 96, 2), hello, worker_end, control_end)
 
     # --- the verifier's side
 

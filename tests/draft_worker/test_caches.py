@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from decoding.plan import PassPlan
-from draft_worker.round import DraftBlock, DraftRound, SelectionRule, fallback_block
+from draft_worker.block import DraftBlock
+from draft_worker.round import DraftRound, SelectionRule, fallback_block
 from draft_worker.sequence import DraftSequence, new_memory
 from modeling.layers import Heads
 from tests.draft_worker.caches import permanent

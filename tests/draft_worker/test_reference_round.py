@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from decoding.plan import PassPlan
+from draft_worker.block import DraftBlock
 from draft_worker.foresight import foresee
 from draft_worker.refinement import Drafts, begin, refine, refresh
-from draft_worker.round import DraftBlock, DraftRound, SelectionRule, fallback_block
+from draft_worker.round import DraftRound, SelectionRule, fallback_block
 from draft_worker.sequence import DraftSequence
 from tests.draft_worker.reference import Reference
 from tests.tiny.models import (

@@ -3,6 +3,8 @@
 import pytest
 
 from draft_worker.inbox import MAX_WAITING
+from draft_worker.round import DraftRound
+from draft_worker.sequence import DraftSequence
 from draft_worker.worker import DrafterRefused
 from protocol.messages import (
     CloseSequence,
@@ -69,7 +71,7 @@ def test_a_started_block_is_gone_on_with(bench: Bench) -> None:
     bench.receive()
     assert len(bench.blocks(0)) == 1  # nobody waits for another
     state = bench.state(0)
-    assert state.round is not None and list(state.round.block.token_ids) == entry.drafts
+    assert isinstance(state.round, DraftRound) and list(state.round.block.token_ids) == entry.drafts
     assert state.round.block.confidences != (0.5,) * GAMMA  # it remembers what it pushed
     assert state.sequence.num_rows == 6 + entry.num_accepted + 1
     assert state.sequence.token_ids == [*TEXT[:7], *drafts[: entry.num_accepted], entry.anchor]
@@ -103,7 +105,7 @@ def test_only_finished_blocks_are_late_hits(bench: Bench) -> None:
     drafts = start(bench)
     bench.step(1)  # foresight: outcomes are chosen, nothing is drafted
     state = bench.state(0)
-    assert state.round is not None
+    assert isinstance(state.round, DraftRound)
     num_accepted, anchor = state.round.outcomes[0]
     bench.outcome(0, 1, 6, drafts, num_accepted, anchor)
     bench.receive()
@@ -296,6 +298,7 @@ def test_caches_hold_true_rows_after_a_run(bench: Bench) -> None:
         position, number = position + num_accepted + 1, number + 1
     bench.settle()
     sequence = bench.state(0).sequence
+    assert isinstance(sequence, DraftSequence)
     assert sequence.num_rows == position
     assert sequence.token_ids == TEXT[: position + 1]
     fresh = drafted_sequence(bench.networks, bench.rows, TEXT[: position + 1])

@@ -135,7 +135,7 @@ def test_every_token_is_the_targets_draw_at_its_position(models: TinyModels, job
 
 
 def test_a_drafter_without_an_adapter_only_falls_back(models: TinyModels) -> None:
-    with Engine(models) as engine:
+    with Engine(models, options=EngineOptions(decoder_layers=())) as engine:
         engine.attach_real("bidirectional", with_adapter=False)
         texts = engine.compare(JOBS)
     assert {outcome for text in texts for outcome in text.outcomes()} == {"miss"}

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from server.config import ArgumentParser, add_flags, from_arguments
+from server.config import ArgumentParser, ConfigError, add_flags, from_arguments
 from server.serve import configure_logging, run
 from server.service import StartupError
 from server.supervisor import WorkerCommands
@@ -17,5 +17,5 @@ if __name__ == "__main__":
     configure_logging(config.log_level)
     try:
         sys.exit(run(config, WorkerCommands((*COMMAND, "verifier"), (*COMMAND, "drafter"))))
-    except StartupError as error:
+    except (ConfigError, StartupError) as error:
         sys.exit(f"refused: {error}")

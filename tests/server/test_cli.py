@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from server.cli import main
-from server.exactness import PROMPTS
+from server.exactness import METHODS, PROMPTS
+from server.models import ShippedWeights
 from server.supervisor import WorkerCommands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["exactness", "--num-prompts", "0"], "--num-prompts"),
         (["exactness", "--num-prompts", "13"], "--num-prompts"),
         (["exactness", "--dtype", "int8"], "--dtype"),
-        (["exactness", "--methods", "magic"], "--methods"),
+        (["exactness", "--methods", "magic"], "--methods: must be one of dflash, jetspec, dspark, domino, ssd"),
+        (["exactness", "--methods", "all,ssd"], "--methods"),
+        (["exactness", "--methods", "all", "--draft-model", "/x"], "--draft-model"),
+        (["exactness", "--methods", "ssd,domino", "--model", "some/other"], "this model and method ssd"),
+        (["serve", "--method", "magic"], "--method: must be one of ar, dflash, jetspec"),
         (["exactness", "--max-tokens", "many"], "--max-tokens"),
         (["exactness", "--prompts", "/does/not/exist"], "--prompts"),
     ],
@@ -113,6 +118,18 @@ def test_generate_checks_like_the_server(
     assert name in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", "a"], ["exactness"]])
+def test_missing_weights_are_wrong_input(
+    command: list[str], model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = "--methods" if command == ["exactness"] else "--method"
+    arguments = [*command, "--model", str(model_folder), flag, "ssd"]
+    assert main(arguments) == 2
+    assert "none is shipped for this model and method ssd" in capsys.readouterr().err
+    assert main([*arguments, "--draft-model", str(tmp_path)]) == 2
+    assert f"method ssd: {tmp_path / 'config.json'} is missing" in capsys.readouterr().err
+
+
 def test_exactness_writes_its_results(
     fake_workers: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -124,6 +141,26 @@ def test_exactness_writes_its_results(
     results: list[dict[str, Any]] = json.loads(path.read_text())["results"]
     assert results == [{**expected, "temperature": 0.0}, {**expected, "temperature": 1.0}]
     assert "3 of 3 identical" in capsys.readouterr().out
+
+
+def test_exactness_runs_every_method_and_gives_a_verdict(
+    fake_workers: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with its own weights; the fake workers draft whatever the method."""
+    for name in (*METHODS, "draft", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.setattr(
+        "server.draft_files.default_weights",
+        lambda model, method: ShippedWeights(tmp_path / method, tmp_path / "adapter", None),
+    )
+    arguments = ["exactness", "--methods", "all", "--num-prompts", "1", "--max-tokens", "8", *fake_workers[:2]]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "identical to ar" in line and "temperature" in line] == [
+        method for method in METHODS for _ in range(2)
+    ]
+    assert lines[-1] == "verdict: all identical to ar"
 
 
 def test_exactness_notices_a_difference(

@@ -16,6 +16,8 @@ from typing import Protocol, Self
 import torch
 
 from decoding.calibration import Calibration
+from draft_worker.foreseeing import ForesightMethod, Ranking
+from draft_worker.methods import DraftMethod
 from draft_worker.timing import NO_TIMES, PlanChooser
 from draft_worker.worker import DrafterLimits, DraftWorker
 from modeling.decoder import decoder_layer_ids
@@ -237,6 +239,8 @@ class EngineOptions:
     faults: FaultPlan = NO_FAULTS
     accepts_drafters: bool = True
     trace_path: Path | None = None
+    tap_layers: tuple[int, ...] = TAP_LAYERS
+    decoder_layers: tuple[int, ...] = decoder_layer_ids(TAP_LAYERS[-1], NUM_LAYERS)
 
 
 class Engine:
@@ -257,9 +261,10 @@ class Engine:
         self._traces: list[Trace] = []
         sizes = self.options
         vocabulary = read_vocabulary(models.tokenizer(sizes.num_token_ids), VOCAB_SIZE)
-        self.runner = runner = models.runner(target, sizes.dtype, sizes.max_model_len + sizes.num_draft_tokens + 1)
+        num_positions = sizes.max_model_len + sizes.num_draft_tokens + 1
+        self.runner = runner = models.runner(target, sizes.dtype, num_positions, sizes.tap_layers)
         policy = choose_policy(runner, sizes.num_draft_tokens, sizes.max_num_seqs)
-        self.verifier = GatedVerifier(runner, policy, decoder_layer_ids(TAP_LAYERS[-1], NUM_LAYERS)[0])
+        self.verifier = GatedVerifier(runner, policy, min(sizes.decoder_layers, default=NUM_LAYERS))
         self.frontend, worker_end = memory_pair(RUN_ID, FRONTEND_MESSAGES, capacity=100_000)
         self.peer = RecordingChannel(memory_pair(RUN_ID, PEER_MESSAGES)[0])
         self.worker = VerifyWorker(
@@ -309,8 +314,8 @@ class Engine:
             "target_fingerprint": f"tiny-{self.target}",
             "vocab_size": VOCAB_SIZE,
             "hidden_size": 64,
-            "tap_layers": list(TAP_LAYERS),
-            "decoder_layers": list(decoder_layer_ids(TAP_LAYERS[-1], NUM_LAYERS)),
+            "tap_layers": list(sizes.tap_layers),
+            "decoder_layers": list(sizes.decoder_layers),
             "num_draft_tokens": sizes.num_draft_tokens,
             "dtype": DTYPE_NAMES[sizes.dtype],
             "max_model_len": sizes.max_model_len,
@@ -346,19 +351,40 @@ class Engine:
         quantization: Quantization = "none",
         pid: int = 100,
     ) -> DraftWorker:
-        """Start a real drafter."""
-        sizes = self.options
-        limits = DrafterLimits(sizes.num_draft_tokens, sizes.max_model_len, sizes.max_num_seqs, cache_size)
+        """Start a real drafter of `jetspec++`."""
         networks = self.models.networks(
-            kind, self.target, sizes.dtype, limits.num_positions, with_adapter=with_adapter, quantization=quantization
+            kind,
+            self.target,
+            self.options.dtype,
+            self.limits.num_positions,
+            with_adapter=with_adapter,
+            quantization=quantization,
         )
+        chooser = PlanChooser({cache_size: NO_TIMES}, cache_size, passes, refreshes)
+        method = ForesightMethod(
+            networks, self.options.num_draft_tokens, chooser, cache_size, Ranking(calibration, None)
+        )
+        return self.attach_method(method, pid=pid)
+
+    @property
+    def limits(self) -> DrafterLimits:
+        """A drafter's sizes."""
+        sizes = self.options
+        return DrafterLimits(sizes.num_draft_tokens, sizes.max_model_len, sizes.max_num_seqs)
+
+    def attach_method(self, method: DraftMethod, *, pid: int = 100) -> DraftWorker:
+        """Start a real drafter of any method."""
+        states: dict[str, object] = {
+            "tap_layers": list(method.tap_layers),
+            "decoder_layers": list(method.decoder_layers),
+        }
 
         def make(channel: RecordingChannel, hello: PeerHello) -> DraftWorker:
-            chooser = PlanChooser({cache_size: NO_TIMES}, cache_size, passes, refreshes)
             trace = self._new_trace("drafter", pid)
-            return DraftWorker(networks, limits, hello, chooser, calibration, None, channel, None, trace)
+            return DraftWorker(method, self.limits, hello, channel, None, trace)
 
-        drafter = self.attach(make, pid)
+        drafter = self.attach(make, pid, states)
+        assert not self.rejections, self.rejections
         assert isinstance(drafter, DraftWorker)
         return drafter
 

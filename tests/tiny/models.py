@@ -20,15 +20,26 @@ from draft_worker.networks import DraftNetworks, load_networks
 from draft_worker.sequence import DraftSequence, new_memory
 from modeling.adapter import Adapter, AdapterConfig, adapter_config_to_json, adapter_tensors
 from modeling.architecture import Architecture, architecture_from_config
+from modeling.autoregressive import CausalStack, shared_config_to_json, stack_tensors
 from modeling.decoder import decoder_layer_ids
-from modeling.draft_model import DraftConfig, DraftModel, draft_config_to_json, draft_model_tensors, tap_layers_for
+from modeling.draft_model import (
+    DraftConfig,
+    DraftModel,
+    draft_config_to_json,
+    draft_model_tensors,
+    head_checkpoint_config,
+    tap_layers_for,
+)
+from modeling.heads import CorrectionHead, GruConfig, GruHead, MarkovConfig, MarkovHead
 from modeling.kernels.int8 import Quantization
+from modeling.kernels.packed import unpacked
 from modeling.layers import layer_tensors
 from modeling.target import Target, TargetBlock, TargetRunner, load_target
 from tests.tiny.tokenizer import write_tokenizer
 
 TargetKind = Literal["llama", "qwen2", "qwen3"]
-DraftKind = Literal["trained", "random", "bidirectional"]
+HeadKind = Literal["markov", "gru"]
+DraftKind = Literal["trained", "random", "bidirectional", "causal_mask", "shifted_bidirectional", "shifted_causal_mask"]
 
 VOCAB_SIZE = 128
 NUM_LAYERS = 6
@@ -108,21 +119,23 @@ def target_tensors(target: Target) -> dict[str, Tensor]:
 
 
 def make_draft_model(kind: DraftKind, target: Architecture, seed: int = 1) -> DraftModel:
-    """A two-layer draft model. `trained` is often right; `random` seldom; `bidirectional` reads masks, as plain
-    DFlash."""
+    """A two-layer draft model. `trained` is often right; `random` seldom; `bidirectional` reads masks, as released
+    DFlash models do, `causal_mask` as released JetSpec models; a shifted one is right about its first draft."""
+    reads_masks = kind not in ("trained", "random")
+    is_shifted = kind in ("trained", "shifted_bidirectional", "shifted_causal_mask")
     architecture = replace(target, num_layers=2, qk_norm=True, attention_bias=False)
     config = DraftConfig(
         architecture=architecture,
         tap_layers=TAP_LAYERS,
         block_size=8,
         num_target_layers=target.num_layers,
-        causal=kind != "bidirectional",
-        slots="shifted" if kind == "trained" else "in_place",
-        inputs="mask" if kind == "bidirectional" else "tokens",
-        mask_token_id=MASK_TOKEN_ID if kind == "bidirectional" else None,
+        causal=kind not in ("bidirectional", "shifted_bidirectional"),
+        slots="shifted" if is_shifted else "in_place",
+        inputs="mask" if reads_masks else "tokens",
+        mask_token_id=MASK_TOKEN_ID if reads_masks else None,
     )
     model = DraftModel(config)
-    randomise(model, torch.Generator().manual_seed(seed), 0.03 if kind == "trained" else 0.2)
+    randomise(model, torch.Generator().manual_seed(seed), 0.03 if is_shifted else 0.2)
     return model
 
 
@@ -131,6 +144,27 @@ def make_adapter(target: Architecture, seed: int = 2, scale: float = 0.03) -> Ad
     adapter = Adapter(AdapterConfig(replace(target, num_layers=3), TAP_LAYERS, (2, 1)))
     randomise(adapter, torch.Generator().manual_seed(seed), scale)
     return adapter
+
+
+def make_head(kind: HeadKind, target: Target, seed: int = 3) -> CorrectionHead:
+    """A Markov head that knows `successor`, which makes a backbone right that only knows its anchor; a random GRU
+    head."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "gru":
+        gru = GruHead(GruConfig(24, 16), VOCAB_SIZE, target.architecture.hidden_size)
+        randomise(gru, generator, 0.3)
+        return gru
+    markov = MarkovHead(MarkovConfig(target.architecture.hidden_size), VOCAB_SIZE, VOCAB_SIZE)
+    markov.first.data.copy_(target.embedding)
+    unpacked(markov.second).data.copy_(3.0 * target.head)  # more than what a mask slot says
+    return markov
+
+
+def make_drafter(target: Target, seed: int = 4) -> CausalStack:
+    """One small layer that leaves the token's direction alone: with the target's head it follows `successor`."""
+    stack = CausalStack.unset(replace(target.architecture, num_layers=1))
+    randomise(stack, torch.Generator().manual_seed(seed), 0.03)
+    return stack
 
 
 @dataclass
@@ -166,11 +200,34 @@ class TinyModels:
         """Folder of a tokenizer whose last id ends a text."""
         return self._once(f"tokenizer-{size}", lambda path: write_tokenizer(path, size))
 
+    def head(self, kind: HeadKind, backbone: DraftKind = "shifted_bidirectional", target: TargetKind = "llama") -> Path:
+        """Folder of a head on a draft model, which lies beside it."""
+        draft = self.draft(backbone, target)
+
+        def write(path: Path) -> Path:
+            head = make_head(kind, make_target(target))
+            return write_folder(path, head_checkpoint_config(head.config, f"../{draft.name}"), head.tensors())
+
+        return self._once(f"head-{kind}-{backbone}-{target}", write)
+
+    def drafter(self, target: TargetKind = "llama") -> Path:
+        """Folder of an autoregressive drafter on the target's embedding and head."""
+
+        def write(path: Path) -> Path:
+            stack = make_drafter(make_target(target))
+            return write_folder(path, shared_config_to_json(stack.architecture), stack_tensors(stack))
+
+        return self._once(f"drafter-{target}", write)
+
     def runner(
-        self, kind: TargetKind = "llama", dtype: torch.dtype = torch.float32, num_positions: int = 256
+        self,
+        kind: TargetKind = "llama",
+        dtype: torch.dtype = torch.float32,
+        num_positions: int = 256,
+        tap_layers: tuple[int, ...] = TAP_LAYERS,
     ) -> TargetRunner:
         """A loaded target with taps."""
-        return TargetRunner(load_target(self.target(kind), dtype, CPU), TAP_LAYERS, num_positions)
+        return TargetRunner(load_target(self.target(kind), dtype, CPU), tap_layers, num_positions)
 
     def networks(
         self,
