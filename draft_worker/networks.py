@@ -15,8 +15,18 @@ from modeling.draft_model import DraftConfig, DraftModel, check_draft_fits, load
 from modeling.heads import CorrectionHead, SlotCorrector
 from modeling.kernels.int8 import Quantization
 from modeling.layers import RotaryTable
+from modeling.stack import LayerStack, StackedLayer
 from modeling.target import Target, load_target, read_architecture
 from modeling.vocabulary import DraftHead
+
+
+@dataclass(frozen=True)
+class DraftStacks:
+    """The layers of draft model, adapter (None: no foresight) and decoder as packed rows run through them."""
+
+    draft: LayerStack
+    adapter: LayerStack | None
+    decoder: LayerStack
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class DraftNetworks:
     model: DraftModel
     adapter: Adapter | None
     decoder: Decoder
+    stacks: DraftStacks
     embedding: Tensor
     head: DraftHead
     rotary: RotaryTable  # of the target, the adapter and the decoder
@@ -96,10 +107,17 @@ def assemble(
         adapter.pack(quantization)
     if correction is not None:
         correction.pack()
+    adapter_stack = None if adapter is None else LayerStack(tuple(adapter.placed_layers()), normalise_context=True)
+    stacks = DraftStacks(
+        draft=LayerStack([StackedLayer(layer) for layer in model.decoder_layers()], normalise_context=False),
+        adapter=adapter_stack,
+        decoder=LayerStack([StackedLayer(layer) for layer in layers], normalise_context=True),
+    )
     return DraftNetworks(
         model=model,
         adapter=adapter,
         decoder=Decoder(layers, first, target.norm, shape.rms_eps, head),
+        stacks=stacks,
         embedding=target.embedding,
         head=head,
         rotary=RotaryTable(shape, num_positions, target.dtype, target.device),

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from draft_worker.sequence import DraftSequence
-from modeling.cache import KeyMask, KeyValueCache
-from modeling.layers import DecoderLayer, Heads, Rotary
+from modeling.cache import KeyMask
 
 
 @dataclass(frozen=True)
@@ -88,36 +87,3 @@ def _pack(
         visible[row, :, start : start + num_slots] = own
     visible[:, :, num_scratch : num_scratch + sequence.num_rows] = True
     return Packing(rows, num_slots, first_row, num_keys, positions, visible.flatten(0, 1))
-
-
-def packed_layer(
-    layer: DecoderLayer,
-    index: int,
-    cache: KeyValueCache,
-    packing: Packing,
-    mask: KeyMask,
-    hidden: Tensor,
-    rotary: Rotary,
-    frozen: "FrozenSlots | None" = None,
-) -> Tensor:
-    """One layer over packed slots [R*S, hidden]; keys of frozen slots come from their refreshed feature instead."""
-    heads = layer.project(hidden, rotary)
-    stored = heads if frozen is None else frozen.replace(layer, heads, rotary)
-    cache.write_scratch(index, packing.first_row, stored)
-    return layer.finish(hidden, cache.attend(index, heads.query, mask))
-
-
-@dataclass(frozen=True)
-class FrozenSlots:
-    """Slots that became context rows of the draft model: is_frozen [R*S, 1, 1], feature [R*S, hidden]."""
-
-    is_frozen: Tensor
-    feature: Tensor
-
-    def replace(self, layer: DecoderLayer, heads: Heads, rotary: Rotary) -> Heads:
-        context = layer.context(self.feature, rotary, normalise=False)
-        return Heads(
-            heads.query,
-            torch.where(self.is_frozen, context.key, heads.key),
-            torch.where(self.is_frozen, context.value, heads.value),
-        )

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_worker.foresight import predict
-from draft_worker.packing import FrozenSlots, Packing, pack_outcomes, packed_layer
+from draft_worker.packing import Packing, pack_outcomes
 from draft_worker.sequence import DraftSequence
+from modeling.stack import FrozenRows
 
 
 @dataclass
@@ -93,10 +94,8 @@ def slot_rows(sequence: DraftSequence, drafts: Drafts) -> Tensor:
     hidden = networks.embed(_slot_tokens(drafts).flatten())
     rotary = networks.draft_rotary.at(packing.positions)
     mask = packing.mask(model.config.architecture.group_size, networks.dtype)
-    frozen = _frozen(drafts)
-    for index, layer in enumerate(model.decoder_layers()):
-        hidden = packed_layer(layer, index, memory.draft, packing, mask, hidden, rotary, frozen)
-    hidden = model.final(hidden).unflatten(0, (packing.num_rows, packing.num_slots))
+    run = networks.stacks.draft.run(hidden, rotary, mask, memory.draft, packing.first_row, _frozen(drafts))
+    hidden = model.final(run.hidden).unflatten(0, (packing.num_rows, packing.num_slots))
     first = 0 if networks.config.slots == "shifted" else 1
     drafted: Tensor = hidden[:, first:]
     return drafted
@@ -152,9 +151,9 @@ def _slot_tokens(drafts: Drafts) -> Tensor:
     return torch.cat((drafts.anchors[:, None], drafts.token_ids[:, : drafts.packing.num_slots - 1]), dim=1)
 
 
-def _frozen(drafts: Drafts) -> FrozenSlots | None:
+def _frozen(drafts: Drafts) -> FrozenRows | None:
     if drafts.feature is None:
         return None
     slot = torch.arange(drafts.packing.num_slots, device=drafts.num_frozen.device)
     is_frozen = slot[None, :] < drafts.num_frozen[:, None]
-    return FrozenSlots(is_frozen.flatten()[:, None, None], drafts.feature)
+    return FrozenRows(is_frozen.flatten(), drafts.feature)

@@ -96,12 +96,9 @@ class DraftSequence:
         stop = start + taps.shape[0]
         feature = networks.model.feature(taps)
         rotary = networks.draft_rotary.span(start, stop)
-        for index, layer in enumerate(networks.model.decoder_layers()):
-            memory.draft.write(index, start, networks.model.context(layer, feature, rotary))
-        if networks.adapter is not None and memory.adapter is not None:
-            rotary = networks.rotary.span(start, stop)
-            for index, placed in enumerate(networks.adapter.placed_layers()):
-                memory.adapter.write(index, start, networks.adapter.context(placed, taps, rotary))
+        networks.stacks.draft.lay_verified(feature, rotary, memory.draft, start)
+        if networks.stacks.adapter is not None and memory.adapter is not None:
+            networks.stacks.adapter.lay_verified(taps, networks.rotary.span(start, stop), memory.adapter, start)
         for index, _ in networks.decoder.placed_layers():
             key, value = decoder_kv[:, index, 0], decoder_kv[:, index, 1]
             memory.decoder.write(index, start, Heads(key[:, :0], key, value))

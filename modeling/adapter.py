@@ -25,6 +25,7 @@ from modeling.architecture import (
 from modeling.draft_model import read_tensors
 from modeling.kernels.int8 import Quantization
 from modeling.layers import DecoderLayer, Heads, Rotary, layer_tensors, load_layer
+from modeling.stack import StackedLayer
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,6 @@ class AdapterConfig:
     architecture: Architecture
     tap_layers: tuple[int, ...]
     layers_per_tap: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class AdapterLayer:
-    """A layer with its place: the tap it works for, and whether its output is that tap's prediction."""
-
-    layer: DecoderLayer
-    tap: int
-    is_last: bool
 
 
 class Adapter(nn.Module):
@@ -56,13 +48,13 @@ class Adapter(nn.Module):
             for count in config.layers_per_tap
         )
 
-    def placed_layers(self) -> Iterable[AdapterLayer]:
+    def placed_layers(self) -> Iterable[StackedLayer]:
         """All layers in the order they run."""
         for tap, stack in enumerate(self.stacks):
             assert isinstance(stack, nn.ModuleList)
             for index, layer in enumerate(stack):
                 assert isinstance(layer, DecoderLayer)
-                yield AdapterLayer(layer, tap, index == len(stack) - 1)
+                yield StackedLayer(layer, tap, index == len(stack) - 1)
 
     def pack(self, quantization: Quantization = "none") -> None:
         """Freeze the adapter for inference in the layout of the row-independent kernel, where there is one."""
@@ -73,7 +65,7 @@ class Adapter(nn.Module):
     def num_layers(self) -> int:
         return sum(self.config.layers_per_tap)
 
-    def context(self, placed: AdapterLayer, taps: Tensor, rotary: Rotary) -> Heads:
+    def context(self, placed: StackedLayer, taps: Tensor, rotary: Rotary) -> Heads:
         """Keys and values of a layer for states [..., rows, taps, hidden], true or predicted."""
         return placed.layer.context(taps[..., placed.tap, :], rotary, normalise=True)
 

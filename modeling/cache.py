@@ -60,36 +60,45 @@ class KeyValueCache:
         self.num_positions = num_positions
         self.key = torch.zeros(shape, dtype=dtype, device=device)
         self.value = torch.zeros(shape, dtype=dtype, device=device)
-        self._kernel = CacheKernel(self.key, self.value) if can_pack(self.key) else None
+        self.kernel = CacheKernel(self.key, self.value) if can_pack(self.key) else None
 
     def attend(self, layer: int, query: Tensor, mask: KeyMask) -> Tensor:
         """Attention [rows, heads*dim] of query rows [rows, heads, dim] over the keys that the mask lets them see."""
-        if self._kernel is not None:
-            return self._kernel.attend(layer, query, mask.packed)
+        if self.kernel is not None:
+            return self.kernel.attend(layer, query, mask.packed)
         num_positions = mask.num_keys - self.num_scratch
         return attend(query, self.keys(layer, num_positions), self.values(layer, num_positions), mask.additive)
 
     def write(self, layer: int, position: int, heads: Heads) -> None:
         """Store rows [rows, kv_heads, dim] of verified positions from `position` on."""
-        assert 0 <= position <= self.num_positions - heads.key.shape[0], "the rows have room behind the scratch area"
-        self._store(layer, self.num_scratch + position, heads)
+        self.check_verified(position, heads.key.shape[0])
+        self.store(layer, self.num_scratch + position, heads)
 
     def write_scratch(self, layer: int, row: int, heads: Heads) -> None:
         """Store predicted or drafted rows in the scratch area from `row` on."""
-        assert 0 <= row <= self.num_scratch - heads.key.shape[0], "scratch rows may not reach the verified ones"
-        self._store(layer, row, heads)
+        self.check_scratch(row, heads.key.shape[0])
+        self.store(layer, row, heads)
 
     def keep_scratch(self, row: int, position: int, num_rows: int) -> None:
         """Copy scratch rows from `row` on to positions from `position` on: their tokens turned out to be the text."""
-        assert 0 <= row <= self.num_scratch - num_rows, "the rows lie in the scratch area"
-        assert 0 <= position <= self.num_positions - num_rows, "the rows have room behind the scratch area"
+        self.check_scratch(row, num_rows)
+        self.check_verified(position, num_rows)
         to = self.num_scratch + position
         for rows in (self.key, self.value):
             rows[:, :, to : to + num_rows] = rows[:, :, row : row + num_rows]
 
-    def _store(self, layer: int, row: int, heads: Heads) -> None:
-        if self._kernel is not None:
-            self._kernel.store(layer, row, heads.key, heads.value)
+    def check_verified(self, position: int, num_rows: int) -> None:
+        """That rows of verified positions have room."""
+        assert 0 <= position <= self.num_positions - num_rows, "the rows have room behind the scratch area"
+
+    def check_scratch(self, row: int, num_rows: int) -> None:
+        """That predicted rows stay where they belong."""
+        assert 0 <= row <= self.num_scratch - num_rows, "scratch rows may not reach the verified ones"
+
+    def store(self, layer: int, row: int, heads: Heads) -> None:
+        """Rows of either kind, by their row of the whole cache; for callers that have checked which."""
+        if self.kernel is not None:
+            self.kernel.store(layer, row, heads.key, heads.value)
             return
         stop = row + heads.key.shape[0]
         self.key[layer, :, row:stop] = heads.key.transpose(0, 1)

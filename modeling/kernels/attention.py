@@ -37,7 +37,9 @@ class PackedMask:
         self._bits = torch.empty(rows, -(-self.num_keys // BLOCK), dtype=torch.int32)
         library.jetspec_pack_mask(visible.data_ptr(), rows, self.num_keys, self._bits.data_ptr())
         self.num_rows = rows
-        self.pointer = ctypes.byref(_RowMask(self._bits.data_ptr(), rows, self.num_keys))
+        self._structure = _RowMask(self._bits.data_ptr(), rows, self.num_keys)
+        self.address = ctypes.addressof(self._structure)
+        self.pointer = ctypes.byref(self._structure)
 
 
 class CacheKernel:
@@ -54,26 +56,33 @@ class CacheKernel:
         self._attend = getattr(library, f"jetspec_attend_{suffix}")
         self._store = library.jetspec_store
         self._dtype = key.dtype
-        self._kv_heads, self._num_keys, self._dim = key.shape[1:]
-        shape = (self._num_keys * self._dim, self._kv_heads, self._dim, key.element_size())
-        self._layers = [
-            ctypes.byref(_CacheLayer(k.data_ptr(), v.data_ptr(), *shape)) for k, v in zip(key, value, strict=True)
-        ]
+        self._kv_heads, self.num_keys, self._dim = key.shape[1:]
+        self.layout = (key.dtype, self._kv_heads, self._dim)
+        shape = (self.num_keys * self._dim, self._kv_heads, self._dim, key.element_size())
+        entries = [_CacheLayer(k.data_ptr(), v.data_ptr(), *shape) for k, v in zip(key, value, strict=True)]
+        array = (_CacheLayer * len(entries))(*entries)
+        self._layers = [ctypes.byref(entry) for entry in array]
+        self.pointer = ctypes.byref(array)  # all layers, one after the other
+        self.num_layers = len(entries)
 
     def store(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
         """Write rows [rows, kv_heads, dim] from cache row `first` on."""
         key, value = self._plain(key), self._plain(value)
         assert key.shape == value.shape and key.shape[1:] == (self._kv_heads, self._dim), "rows fit the cache"
         rows = key.shape[0]
-        assert 0 <= first <= self._num_keys - rows, "rows have room in the cache"
+        self.check_room(first, rows)
         self._store(self._layers[layer], first, rows, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0))
+
+    def check_room(self, first: int, num_rows: int) -> None:
+        """That rows from `first` on lie within the cache: C does not ask."""
+        assert 0 <= first <= self.num_keys - num_rows, "rows have room in the cache"
 
     def attend(self, layer: int, query: Tensor, mask: PackedMask) -> Tensor:
         """Attention [rows, heads * dim] of query rows [rows, heads, dim] over the mask's keys; zeros for a row that
         sees none."""
         query = self._plain(query)
         rows, heads, dim = query.shape
-        assert rows == mask.num_rows and mask.num_keys <= self._num_keys, "the mask is for these rows and this cache"
+        assert rows == mask.num_rows and mask.num_keys <= self.num_keys, "the mask is for these rows and this cache"
         assert dim == self._dim and heads % self._kv_heads == 0, "query heads are groups of the cache's heads"
         out = torch.empty(rows, heads * dim, dtype=self._dtype)
         if rows and self._attend(

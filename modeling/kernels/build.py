@@ -19,10 +19,8 @@ import torch
 logger = logging.getLogger("jetspec.kernels")
 
 SOURCE = Path(__file__).with_name("linear.c")
-PARTS = (
-    SOURCE,
-    *(SOURCE.with_name(f"{name}.h") for name in ("pool", "layer_body", "int8", "attention", "attention_body")),
-)
+HEADERS = ("pool", "layer_body", "int8", "attention", "attention_body", "stack_body")
+PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in HEADERS))
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-std=gnu11")
 NEEDED_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl")
 COMPILE_LIMIT_S = 120
@@ -87,6 +85,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         project.argtypes = [pointer, pointer, number, pointer, pointer, pointer]
         finish.argtypes = [pointer, pointer, pointer, number, pointer]
         product.restype = project.restype = finish.restype = ctypes.c_int
+        stack = getattr(library, f"jetspec_stack_{kernel}")
+        context = getattr(library, f"jetspec_stack_context_{kernel}")
+        stack.argtypes = [pointer, pointer, number, pointer, pointer]
+        context.argtypes = [pointer, pointer, number, pointer]
+        stack.restype = context.restype = ctypes.c_int
     for attend in (library.jetspec_attend_bf16, library.jetspec_attend_fp32):
         attend.argtypes = [pointer, pointer, pointer, number, number, pointer]
         attend.restype = ctypes.c_int

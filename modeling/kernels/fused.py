@@ -86,6 +86,9 @@ class FusedLayer:
             eps=parts.eps,
         )
         self._pointer = ctypes.byref(self._weights)
+        self.address = ctypes.addressof(self._weights)
+        self.kernel = kernel
+        self.cache_layout = (self._dtype, parts.kv_heads, parts.dim)
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turned heads and values [rows, heads + 2 kv_heads, dim] of rows [rows, hidden]; cos, sin [rows, 1, dim]."""

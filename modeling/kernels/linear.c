@@ -249,7 +249,24 @@ static void narrow_row_fp32(float *to, const float *from, long count) { memcpy(t
 
 #include "attention.h"
 
+/* A layer of a stack: its weights, those for context rows, the tap it works for, and whether its output is that tap's. */
+typedef struct {
+    const layer_weights *whole, *context;
+    long tap, is_last;
+} stack_layer;
+
+/* Rows that run through a stack. What a call does not need is null. */
+typedef struct {
+    long rows, first, num_taps; /* first: their row in the caches */
+    const void *cos, *sin;      /* [rows][dim] */
+    const row_mask *mask;
+    void *taps;               /* [rows][num_taps][hidden] */
+    const uint8_t *is_frozen; /* [rows]: keys and values come from `feature` */
+    const void *feature;      /* [rows][hidden] */
+} stack_rows;
+
 #define TYPE uint16_t
+#define ELEMENT(x) x##_bf16
 #define WIDEN(value) WIDEN_BF16(value)
 #define NARROW_ROW narrow_row_bf16
 #define NAME(x) x##_bf16
@@ -257,6 +274,7 @@ static void narrow_row_fp32(float *to, const float *from, long count) { memcpy(t
 #define ROOM room_for
 #include "layer_body.h"
 #include "attention_body.h"
+#include "stack_body.h"
 #undef NAME
 #undef PRODUCT
 #undef ROOM
@@ -266,15 +284,18 @@ static void narrow_row_fp32(float *to, const float *from, long count) { memcpy(t
 #define PRODUCT product_int8
 #define ROOM room_for_int8
 #include "layer_body.h"
+#include "stack_body.h"
 #undef NAME
 #undef PRODUCT
 #undef ROOM
 #endif
 #undef TYPE
+#undef ELEMENT
 #undef WIDEN
 #undef NARROW_ROW
 
 #define TYPE float
+#define ELEMENT(x) x##_fp32
 #define WIDEN(value) WIDEN_FP32(value)
 #define NARROW_ROW narrow_row_fp32
 #define NAME(x) x##_fp32
@@ -282,6 +303,7 @@ static void narrow_row_fp32(float *to, const float *from, long count) { memcpy(t
 #define ROOM room_for
 #include "layer_body.h"
 #include "attention_body.h"
+#include "stack_body.h"
 #undef NAME
 #undef PRODUCT
 #undef ROOM
@@ -290,4 +312,5 @@ static void narrow_row_fp32(float *to, const float *from, long count) { memcpy(t
 #define PRODUCT product_int8
 #define ROOM room_for_int8
 #include "layer_body.h"
+#include "stack_body.h"
 #endif

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draft_worker import refinement
 from draft_worker.foresight import foresee, predict
-from draft_worker.packing import pack_foresight, pack_outcomes, packed_layer
+from draft_worker.packing import pack_foresight, pack_outcomes
 from draft_worker.refinement import Drafts, begin, refine, refresh
 from draft_worker.sequence import DraftSequence
 from tests.tiny.models import DraftKind, TinyModels, drafted_sequence, successors, true_rows
@@ -182,8 +182,7 @@ def test_the_decoder_is_the_targets_own_top(models: TinyModels) -> None:
     rotary = networks.rotary.at(packing.positions)
     hidden = rows.taps[-1:, -1]
     mask = packing.mask(networks.target.group_size, networks.dtype)
-    for index, layer in networks.decoder.placed_layers():
-        hidden = packed_layer(layer, index, sequence.memory.decoder, packing, mask, hidden, rotary)
+    hidden = networks.stacks.decoder.run(hidden, rotary, mask, sequence.memory.decoder, packing.first_row).hidden
     expected = rows.logits[-1:].log_softmax(-1)
     torch.testing.assert_close(networks.decoder.logits(hidden).log_softmax(-1), expected, rtol=1e-4, atol=1e-4)
 
