@@ -1,24 +1,23 @@
-"""One request from its submission to its ending: tokens become text one at a time, and everything is counted once.
+"""One request from its submission to its ending: its sequences run side by side, and everything is counted once.
 
-Per committed token, in order: detokenise, stop string, usage. (The verifier has already applied stop ids, `min_tokens`
-and `max_tokens`, token by token.) Knows nothing of HTTP: a response is made of the pieces and the ending.
+Knows nothing of HTTP: a response is made of the pieces and of what the choices hold at the end.
 """
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
-from protocol.messages import Finished, RoundResult
-from server.detokenizer import IncrementalDecoder, StopScanner
-from server.engine import Engine, EngineError, Generation, GenerationRequest, RequestFailed
-from server.metrics import FinishLabel, Metrics, OutcomeLabels
+from protocol.messages import Finished, PromptLogprobs, RoundResult
+from server.choice import Choice, Opening, Piece, RoundCounts, TextOptions
+from server.engine import Engine, EngineError, Generation, GenerationRequest, RequestFailed, SequenceEvent
+from server.metrics import FinishLabel, Metrics, TokenLabel
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a request; `completion_tokens` includes the token that ended the text."""
+    """Token counts of a request; `num_generated_tokens` includes the tokens that ended texts."""
 
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -27,55 +26,44 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text that is certain, with the tokens consumed since the piece before."""
+class Plan:
+    """What a request generates: its sequences, the token count of its prompts, and how tokens become text.
 
-    text: str
-    token_ids: list[int]
+    Without `needs_engine` there is nothing to compute: the sequences end at once.
+    """
 
-
-@dataclass(frozen=True)
-class Ending:
-    """Why a text ended; `stop_reason` is the stop string or the stop token id asked for, if one did it."""
-
-    reason: Literal["stop", "length"]
-    stop_reason: str | int | None
+    requests: list[GenerationRequest]
+    openings: list[Opening]
+    num_prompt_tokens: int
+    text: TextOptions
+    needs_engine: bool = True
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """How a request's tokens become text."""
+@dataclass
+class _Arrivals:
+    """When the tokens of one sequence came."""
 
-    decode: Callable[[list[int]], str]
-    stops: list[str]
-    include_stop: bool
-    eos_token_ids: tuple[int, ...]
+    first_at: float | None = None
+    last_at: float = 0.0
 
 
 class Answer:
     """The answer to one request. Enter it to submit the request; leaving it early aborts what still runs."""
 
-    def __init__(
-        self, engine: Engine, metrics: Metrics, request: GenerationRequest, options: TextOptions, arrived_at: float
-    ) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, plan: Plan, arrived_at: float) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._request = request
-        self._options = options
+        self._plan = plan
         self._arrived_at = arrived_at
-        self._decoder = IncrementalDecoder(lambda token_ids: options.decode(list(token_ids)))
-        self._scanner = StopScanner(options.stops, options.include_stop)
-        self._labels = OutcomeLabels()
-        self._num_tokens = 0
-        self._num_accepted = 0
-        self._num_drafts = 0
-        self._first_token_at: float | None = None
-        self._last_token_at = 0.0
         self._generation: Generation | None = None
-        self.ending: Ending | None = None
+        self.choices = [
+            Choice(index, request, plan.text, opening)
+            for index, (request, opening) in enumerate(zip(plan.requests, plan.openings, strict=True))
+        ]
+        self._arrivals = [_Arrivals() for _ in self.choices]
 
     async def __aenter__(self) -> Self:
-        self._generation = self._engine.submit(self._request)
+        self._generation = self._engine.submit(*(self._plan.requests if self._plan.needs_engine else ()))
         return self
 
     async def __aexit__(
@@ -83,82 +71,100 @@ class Answer:
     ) -> None:
         assert self._generation is not None
         self._generation.close()
-        reason: FinishLabel = "error" if isinstance(error, EngineError) else "abort"
-        if self.ending is not None:
-            reason = self.ending.reason
-            self._observe_token_time()
-        self._metrics.request_ended(reason, self._num_tokens, time.perf_counter() - self._arrived_at)
+        if self.is_complete:
+            for choice, arrivals in zip(self.choices, self._arrivals, strict=True):
+                self._observe_token_time(choice, arrivals)
+        elapsed_s = time.perf_counter() - self._arrived_at
+        self._metrics.request_ended(self._finish_label(error), self.usage.num_generated_tokens, elapsed_s)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every text has ended by itself."""
+        return all(choice.ending is not None for choice in self.choices)
 
     @property
     def usage(self) -> Usage:
-        """Counts so far."""
+        """Counts so far, over all sequences; a prompt counts once, however many sequences continue it."""
+        num_accepted = sum(choice.num_accepted for choice in self.choices)
         return Usage(
-            num_prompt_tokens=len(self._request.prompt_token_ids),
-            num_generated_tokens=self._num_tokens,
-            num_accepted_drafts=self._num_accepted,
-            num_rejected_drafts=self._num_drafts - self._num_accepted,
+            num_prompt_tokens=self._plan.num_prompt_tokens,
+            num_generated_tokens=sum(choice.num_tokens for choice in self.choices),
+            num_accepted_drafts=num_accepted,
+            num_rejected_drafts=sum(choice.num_drafts for choice in self.choices) - num_accepted,
         )
 
+    @property
+    def counts(self) -> RoundCounts:
+        """Rounds so far, over all sequences."""
+        total = RoundCounts()
+        for choice in self.choices:
+            total.merge(choice.counts)
+        return total
+
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The text as it becomes certain, a piece a round at most; afterwards `ending` is set. Raises `EngineError`."""
+        """The texts as they become certain, a piece a round; the last one of a text says so. Raises `EngineError`."""
         assert self._generation is not None
-        async for event in self._generation:
-            if isinstance(event, Finished):
-                yield self._finish(event)
-                return
-            piece = self._absorb(event)
-            if piece.text or piece.token_ids:
+        if not self._plan.needs_engine:
+            for choice in self.choices:
+                yield choice.end_without_tokens()
+            return
+        async for item in self._generation:
+            piece = self._absorb(item)
+            if piece is not None:
+                if piece.ending is not None:
+                    self._generation.end(item.index)
                 yield piece
-            if self.ending is not None:
-                self._generation.close()
-                return
 
-    def _absorb(self, result: RoundResult) -> Piece:
-        """The tokens of one round, one at a time, up to the one that completes a stop string."""
-        label = self._labels.of(result)
-        self._num_drafts += result.num_drafts
-        text = ""
-        num_consumed = 0
-        for token_id in result.token_ids:
-            num_consumed += 1
-            self._num_tokens += 1
-            new_text = self._decoder.push(token_id)
-            is_early = self._num_tokens <= self._request.min_tokens
-            scanned = self._scanner.skip(new_text) if is_early else self._scanner.push(new_text)
-            text += scanned.text
-            if scanned.stop is not None:
-                self.ending = Ending("stop", scanned.stop)
-                break
-        self._num_accepted += min(result.num_accepted, num_consumed)  # what a cut left out is no part of the text
-        self._metrics.tokens_committed(label, num_consumed)
-        self._observe_arrival(num_consumed)
-        return Piece(text, result.token_ids[:num_consumed])
+    def _absorb(self, item: SequenceEvent) -> Piece | None:
+        choice = self.choices[item.index]
+        match item.event:
+            case PromptLogprobs():
+                choice.prompt_logprobs += item.event.entries
+                return None
+            case Finished():
+                if item.event.reason == "abort":
+                    raise RequestFailed("internal_error", "the verifier gave the request up")
+                return choice.finish(item.event)
+            case RoundResult():
+                piece = choice.absorb(item.event)
+                if piece.report is not None:
+                    self._count_tokens(item.index, piece.report.label, len(piece.token_ids))
+                return piece
 
-    def _finish(self, message: Finished) -> Piece:
-        """The verifier ended the text: give out what was held back, in which a stop string may still be complete."""
-        if message.reason == "abort":
-            raise RequestFailed("internal_error", "the verifier gave the request up")
-        self._num_tokens += message.stop_token_id is not None
-        scanned = self._scanner.push(self._decoder.flush())
-        if scanned.stop is not None:
-            self.ending = Ending("stop", scanned.stop)
-            return Piece(scanned.text, [])
-        is_eos = message.stop_token_id in self._options.eos_token_ids
-        self.ending = Ending(message.reason, None if is_eos else message.stop_token_id)
-        return Piece(scanned.text + self._scanner.flush(), [])
+    def _finish_label(self, error: BaseException | None) -> FinishLabel:
+        """One ending for the request; one text cut short by the limit makes it `length`."""
+        if not self.is_complete:
+            return "error" if isinstance(error, EngineError) else "abort"
+        reasons = {choice.ending.reason for choice in self.choices if choice.ending is not None}
+        return "length" if "length" in reasons else "stop"
 
-    def _observe_arrival(self, num_tokens: int) -> None:
+    def _count_tokens(self, index: int, label: TokenLabel, num_tokens: int) -> None:
+        self._metrics.tokens_committed(label, num_tokens)
         if num_tokens == 0:
             return
         now = time.perf_counter()
-        if self._first_token_at is None:
-            self._first_token_at = now
+        arrivals = self._arrivals[index]
+        if all(other.first_at is None for other in self._arrivals):
             self._metrics.time_to_first_token.observe(now - self._arrived_at)
+        if arrivals.first_at is None:
+            arrivals.first_at = now
         else:
-            self._metrics.tokens_arrived(num_tokens, now - self._last_token_at)
-        self._last_token_at = now
+            self._metrics.tokens_arrived(num_tokens, now - arrivals.last_at)
+        arrivals.last_at = now
 
-    def _observe_token_time(self) -> None:
-        if self._first_token_at is not None and self._num_tokens > 1:
-            elapsed_s = self._last_token_at - self._first_token_at
-            self._metrics.time_per_output_token.observe(elapsed_s / (self._num_tokens - 1))
+    def _observe_token_time(self, choice: Choice, arrivals: _Arrivals) -> None:
+        if arrivals.first_at is not None and choice.num_tokens > 1:
+            elapsed_s = arrivals.last_at - arrivals.first_at
+            self._metrics.time_per_output_token.observe(elapsed_s / (choice.num_tokens - 1))
+
+
+def best_of_each(choices: Sequence[Choice], num_candidates: int, num_kept: int) -> list[int]:
+    """Places of the best `num_kept` of every `num_candidates` neighbours, best first, by mean log-probability."""
+    kept: list[int] = []
+    for start in range(0, len(choices), num_candidates):
+        candidates = range(start, start + num_candidates)
+        if num_kept < num_candidates:
+            kept += sorted(candidates, key=lambda index: -choices[index].mean_logprob)[:num_kept]
+        else:
+            kept += candidates
+    return kept

@@ -19,6 +19,7 @@ SAMPLE_BYTES = 1 << 20
 GIT_LIMIT_S = 5.0
 
 
+@cache
 def package_version() -> str:
     """The installed version of this distribution."""
     try:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn, get_args
 
 DEMO_MODEL = "demo"
+MAX_LOGPROBS = 20
+"""What the wire takes (`protocol.fields`), which this module does not import: `--help` must be quick."""
 ENVIRONMENT_PREFIX = "JETSPEC_"
 
 CoreChoice = int | Literal["auto", "none"]
@@ -205,7 +207,10 @@ class ServeConfig:
     max_total_prompt_tokens: int = http_setting(
         2**18, _integer(1), "prompt tokens in one request, all prompts together"
     )
-    max_logprobs: int = http_setting(20, _integer(0, 1000), "largest logprobs, top_logprobs and prompt_logprobs")
+    max_total_new_tokens: int = http_setting(2**20, _integer(1), "max_tokens of all choices of one request together")
+    max_logprobs: int = http_setting(
+        20, _integer(0, MAX_LOGPROBS), "largest logprobs, top_logprobs and prompt_logprobs"
+    )
     h11_max_incomplete_event_size: int = http_setting(
         65536, _integer(1024), "largest request line and headers, in bytes"
     )

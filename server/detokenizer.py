@@ -16,26 +16,37 @@ KEPT_WINDOW_TOKENS = 8
 DecodeFunction = Callable[[Sequence[int]], str]
 
 
+def num_partial(text: str) -> int:
+    """Replacement characters at the end of a text that further tokens may still turn into a character."""
+    return min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_PARTIAL_REPLACEMENTS)
+
+
 class IncrementalDecoder:
     """Decodes token by token; text that may still change, a character whose bytes are not all there, is held back.
 
     Only a short window of tokens is decoded each time. It starts one step before the new tokens, because decoders treat
-    the first token of a text in their own way (a leading space is dropped, for one).
+    the first token of a text in their own way (a leading space is dropped, for one). `context` is what stands before
+    the text, shown already but for a character that is not complete.
     """
 
-    def __init__(self, decode: DecodeFunction) -> None:
+    def __init__(self, decode: DecodeFunction, context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window: list[int] = []
+        self._window: list[int] = list(context)
         self._num_settled = 0  # tokens of the window whose text is complete
         self._num_shown = 0  # characters of the window's text already given out
+        if context:
+            text = decode(self._window)
+            num_held = num_partial(text)
+            self._num_shown = len(text) - num_held
+            self._num_settled = 0 if num_held else len(self._window)
 
     def push(self, token_id: int) -> str:
         """Text that became certain with this token; may be empty."""
         self._window.append(token_id)
         text = self._decode(self._window)
-        num_trailing = len(text) - len(text.rstrip(REPLACEMENT))
-        shown = self._show(text, len(text) - min(num_trailing, MAX_PARTIAL_REPLACEMENTS))
-        if shown and num_trailing == 0:
+        num_held = num_partial(text)
+        shown = self._show(text, len(text) - num_held)
+        if shown and num_held == 0:
             # A token without text of its own (a special one) is no context for the next: the window keeps growing.
             self._settle()
         elif len(self._window) > MAX_WINDOW_TOKENS:

@@ -2,6 +2,7 @@
 
 Knows nothing of HTTP, text or processes: prompts and results are token ids, and the verifier is whatever answers on the
 channel. A sequence ends in exactly one of: `Finished`, `RequestFailed`, `EngineDead`, or its generation being closed.
+The sequences of one generation stand or fall together: they are taken all or none, and one failure ends them all.
 """
 
 import asyncio
@@ -9,12 +10,13 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from protocol.channel import AsyncChannel
+from protocol.fields import Grammar
 from protocol.messages import (
     Abort,
     DrafterRejected,
@@ -55,12 +57,13 @@ class QueueFull(EngineError):
 
 
 class RequestFailed(EngineError):
-    """The verifier refused this sequence or could not go on with it."""
+    """The verifier refused this sequence or could not go on with it; `parameter` is the field of `Submit` at fault."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.parameter = parameter
 
 
 @dataclass(frozen=True)
@@ -73,35 +76,64 @@ class GenerationRequest:
     stop_token_ids: list[int]
     min_tokens: int = 0
     speculative: bool = True
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def max_num_events(self) -> int:
+        """A result per prefilled piece, one per token at most, the end: more are a fault of the verifier."""
+        num_pieces = len(self.prompt_token_ids) * (1 if self.num_prompt_logprobs is None else 2)
+        return num_pieces + self.max_tokens + 4
+
+
+EngineEvent = RoundResult | PromptLogprobs | Finished
+
+
+@dataclass(frozen=True)
+class SequenceEvent:
+    """Something that happened to the sequence with this place in its generation."""
+
+    index: int
+    event: EngineEvent
 
 
 @dataclass
 class _Sequence:
-    """What the engine knows of one live sequence."""
+    """What the engine knows of one live sequence; `events` is shared by the sequences of a generation."""
 
+    index: int
     num_prompt_tokens: int
     last_event_at: float
-    events: asyncio.Queue[RoundResult | Finished | EngineError]
+    events: asyncio.Queue[SequenceEvent | EngineError]
     labels: OutcomeLabels = field(default_factory=OutcomeLabels)
     is_prefilled: bool = False
 
-    def put(self, event: RoundResult | Finished | EngineError) -> None:
-        """Queue an event. The queue holds more events than a sequence may have, so a full one means a broken peer."""
+    def put(self, event: EngineEvent | EngineError) -> None:
+        """Queue an event. The queue holds more events than there may be, so a full one means a broken peer."""
         try:
-            self.events.put_nowait(event)
+            self.events.put_nowait(event if isinstance(event, EngineError) else SequenceEvent(self.index, event))
         except asyncio.QueueFull:
             self.events.get_nowait()
             self.events.put_nowait(RequestFailed("internal_error", "the verifier sent more rounds than tokens"))
 
 
 class Generation:
-    """The rounds of one sequence as they come. Closing it, or leaving its `async with`, aborts what still runs."""
+    """The events of one or more sequences as they come, until all have ended or one has failed.
 
-    def __init__(self, sequence_id: int, sequence: _Sequence, release: Callable[[int], None]) -> None:
-        self.sequence_id = sequence_id
-        self._sequence = sequence
+    Closing it, or leaving its `async with`, aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        sequence_ids: Sequence[int],
+        events: asyncio.Queue[SequenceEvent | EngineError],
+        release: Callable[[int], None],
+    ) -> None:
+        self._sequence_ids = list(sequence_ids)
+        self._events = events
         self._release = release
-        self._ended = False
+        self._running = set(range(len(self._sequence_ids)))
 
     async def __aenter__(self) -> Self:
         return self
@@ -111,23 +143,31 @@ class Generation:
     ) -> None:
         self.close()
 
-    def __aiter__(self) -> AsyncIterator[RoundResult | Finished]:
+    def __aiter__(self) -> AsyncIterator[SequenceEvent]:
         return self
 
-    async def __anext__(self) -> RoundResult | Finished:
-        if self._ended:
-            raise StopAsyncIteration
-        event = await self._sequence.events.get()
-        if isinstance(event, EngineError):
-            self._ended = True
-            raise event
-        self._ended = isinstance(event, Finished)
-        return event
+    async def __anext__(self) -> SequenceEvent:
+        while self._running:
+            event = await self._events.get()
+            if isinstance(event, EngineError):
+                self.close()
+                raise event
+            if event.index not in self._running:
+                continue  # it was ended here while this event was in the queue
+            if isinstance(event.event, Finished):
+                self._running.discard(event.index)
+            return event
+        raise StopAsyncIteration
+
+    def end(self, index: int) -> None:
+        """Abort one sequence if it has not ended; the others go on."""
+        self._running.discard(index)
+        self._release(self._sequence_ids[index])
 
     def close(self) -> None:
-        """Abort the sequence if it has not ended. Safe to call twice."""
-        self._ended = True
-        self._release(self.sequence_id)
+        """Abort every sequence that has not ended. Safe to call twice."""
+        for index in range(len(self._sequence_ids)):
+            self.end(index)
 
 
 class Engine:
@@ -236,42 +276,41 @@ class Engine:
         """Time since the verifier last did something; while nothing runs, since it last said anything."""
         return self._clock() - (self._last_progress_at if self._live else self._last_message_at)
 
-    def submit(self, request: GenerationRequest) -> Generation:
-        """Send a sequence off. Raises `EngineUnavailable`, `EngineDead` or `QueueFull`; never waits."""
+    @property
+    def capacity(self) -> int:
+        """Most sequences that may run and wait at the same time."""
+        return self._capacity
+
+    def submit(self, *requests: GenerationRequest) -> Generation:
+        """Send sequences off, all or none. Raises `EngineUnavailable`, `EngineDead` or `QueueFull`; never waits."""
         if self.failure is not None:
             raise EngineDead(self.failure)
         if self.info is None:
             raise EngineUnavailable("the model is loading")
-        if len(self._live) >= self._capacity:
+        if len(self._live) + len(requests) > self._capacity:
             raise QueueFull(f"{len(self._live)} requests are running or waiting")
-        sequence_id = next(self._sequence_ids)
-        message = Submit(
-            sequence_id=sequence_id,
-            prompt_token_ids=request.prompt_token_ids,
-            max_tokens=request.max_tokens,
-            sampling=request.sampling,
-            stop_token_ids=request.stop_token_ids,
-            min_tokens=request.min_tokens,
-            speculative=request.speculative,
-        )
-        if not self._channel.send(message):
-            raise EngineUnavailable("the link to the verifier is down")
         now = self._clock()
         if not self._live:
             self._last_progress_at = now
-        # A result per prefilled piece, one per token at most, the end: what comes beyond is a fault of the verifier.
-        events: asyncio.Queue[RoundResult | Finished | EngineError] = asyncio.Queue(
-            maxsize=len(request.prompt_token_ids) + request.max_tokens + 4
+        events: asyncio.Queue[SequenceEvent | EngineError] = asyncio.Queue(
+            maxsize=sum(request.max_num_events for request in requests)
         )
-        sequence = _Sequence(len(request.prompt_token_ids), now, events)
-        self._live[sequence_id] = sequence
-        return Generation(sequence_id, sequence, self._release)
+        sequence_ids: list[int] = []
+        for index, request in enumerate(requests):
+            sequence_id = next(self._sequence_ids)
+            if not self._channel.send(_submission(sequence_id, request)):
+                for sent in sequence_ids:
+                    self._release(sent)
+                raise EngineUnavailable("the link to the verifier is down")
+            self._live[sequence_id] = _Sequence(index, len(request.prompt_token_ids), now, events)
+            sequence_ids.append(sequence_id)
+        return Generation(sequence_ids, events, self._release)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RoundResult | Finished]:
-        """`submit` as a generator: the rounds, then `Finished`. Closing the generator aborts the sequence."""
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[EngineEvent]:
+        """`submit` of one sequence as a generator of its events; closing the generator aborts the sequence."""
         async with self.submit(request) as generation:
-            async for event in generation:
-                yield event
+            async for item in generation:
+                yield item.event
 
     def _release(self, sequence_id: int) -> None:
         if self._live.pop(sequence_id, None) is None:
@@ -298,12 +337,13 @@ class Engine:
             case RoundResult():
                 self._absorb_round(message)
             case PromptLogprobs():
-                self._last_progress_at = self._clock()
+                self._absorb_prompt(message)
             case Finished():
                 self._metrics.sequence_finished(message)
                 self._end(message.sequence_id, message)
             case Failed():
-                self._end(message.sequence_id, RequestFailed(message.code, message.message))
+                failure = RequestFailed(message.code, message.message, message.parameter)
+                self._end(message.sequence_id, failure)
             case VerifierStatus():
                 self._absorb_status(message)
             case VerifierReady():
@@ -315,6 +355,13 @@ class Engine:
                 self.drafter_rejected.set()
             case Submit() | Abort() | Stop():
                 logger.warning("the verifier sent %s, which only the server may send", message.kind)
+
+    def _absorb_prompt(self, message: PromptLogprobs) -> None:
+        self._last_progress_at = self._clock()
+        sequence = self._live.get(message.sequence_id)
+        if sequence is not None:
+            sequence.last_event_at = self._clock()
+            sequence.put(message)
 
     def _absorb_round(self, result: RoundResult) -> None:
         self._last_progress_at = self._clock()
@@ -387,3 +434,18 @@ class Engine:
             if error is not None:
                 logger.error("%s ended", task.get_name(), exc_info=error)
                 self.fail("the server's engine loop ended")
+
+
+def _submission(sequence_id: int, request: GenerationRequest) -> Submit:
+    return Submit(
+        sequence_id=sequence_id,
+        prompt_token_ids=request.prompt_token_ids,
+        max_tokens=request.max_tokens,
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        min_tokens=request.min_tokens,
+        speculative=request.speculative,
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+        grammar=request.grammar,
+    )

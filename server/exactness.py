@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
-from protocol.messages import Finished, SamplingFields
+from protocol.messages import Finished, RoundResult, SamplingFields
 from server.config import ConfigError, DtypeChoice, MethodChoice, ServeConfig, flag_of, from_arguments
 from server.draft_files import find_draft_files
 from server.engine import EngineError, GenerationRequest
@@ -175,7 +175,8 @@ async def _run(
         async for event in serving.engine.generate(request):
             if isinstance(event, Finished):
                 return Text(tuple(committed), event.reason, event.stop_token_id)
-            committed += event.token_ids
+            if isinstance(event, RoundResult):
+                committed += event.token_ids
         raise AssertionError("a generation ends with Finished or raises")
 
     return list(await asyncio.gather(*(one(index, token_ids) for index, token_ids in enumerate(prompts))))

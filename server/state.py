@@ -1,17 +1,18 @@
 """What the HTTP surface knows of the server behind it: the model, the engine, and whether requests are taken."""
 
+import hashlib
 import random
 import time
 from dataclasses import dataclass, field
 
 from protocol.messages import VerifierReady
-from server.build import Weights
+from server.build import Weights, package_version
 from server.config import ServeConfig
 from server.engine import Engine
 from server.errors import ApiError, unavailable, unknown_model
 from server.keys import ApiKeys
 from server.metrics import Metrics, RejectionLabel
-from server.openai_types import UnknownFields
+from server.parsing import UnknownFields
 from server.tokenizer import Tokenizer
 
 
@@ -32,11 +33,19 @@ class Serving:
     model: ServedModel
     engine: Engine
     info: VerifierReady
+    config: ServeConfig
 
     @property
     def max_model_len(self) -> int:
         """Most tokens a sequence may have."""
         return self.info.max_model_len
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with everything that a seed's text depends on: weights, number format, version of the engine."""
+        parts = [f"{item.role}:{item.name}:{item.revision}" for item in self.model.weights]
+        text = "\n".join([*parts, self.info.dtype, package_version()])
+        return "fp_" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
     @property
     def num_token_ids(self) -> int:
@@ -80,7 +89,7 @@ class ServerState:
             raise self._refusal("unavailable", f"The engine has stopped: {engine.failure or 'no progress'}.")
         if engine is None or model is None or engine.info is None or not self.is_ready:
             raise self._refusal("loading", "The model is loading.")
-        return Serving(model, engine, engine.info)
+        return Serving(model, engine, engine.info, self.config)
 
     def _refusal(self, reason: RejectionLabel, message: str, *, closing: bool = False) -> ApiError:
         self.metrics.rejections.labels(reason).inc()

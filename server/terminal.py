@@ -70,7 +70,7 @@ async def _generate(
         serving = await wait_for_model(service)
         prepared = await _prepare(parsed, prompt, numbers, serving, ServerState(config, metrics))
         started_at = time.perf_counter()
-        async with Answer(service.engine, metrics, prepared.generation, prepared.text, started_at) as answer:
+        async with Answer(service.engine, metrics, prepared.plan, started_at) as answer:
             async for piece in answer.pieces():
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
@@ -89,7 +89,7 @@ async def wait_for_model(service: Service) -> Serving:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     if service.config.method != "ar" and not service.metrics.is_drafter_up:
         print("jetspecpp: the drafter did not come up; decoding without it", file=sys.stderr)
-    return Serving(service.model, service.engine, info)
+    return Serving(service.model, service.engine, info, service.config)
 
 
 async def _prepare(

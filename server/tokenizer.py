@@ -16,6 +16,8 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from server.spelling import TokenSpelling
+
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 HIDDEN_SETTINGS = frozenset({"name_or_path", "vocab_file", "merges_file", "tokenizer_file", "auto_map"})
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
@@ -42,6 +44,14 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template refused the messages: {error}") from None
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a text, and the places of those that the tokenizer put around it (a beginning-of-text token)."""
+
+    token_ids: list[int]
+    added: frozenset[int]
+
+
 class Tokenizer:
     """The tokenizer of one model folder."""
 
@@ -57,6 +67,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        self.spelling = TokenSpelling(tokenizer)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -77,8 +88,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Takes time for a long one: `encode_async` keeps the event loop free."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self.encode_marked(text, add_special_tokens).token_ids
+
+    def encode_marked(self, text: str, add_special_tokens: bool = True) -> Encoded:
+        """`encode`, and which tokens are none of the text's own."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        marks = encoding.special_tokens_mask if add_special_tokens else ()
+        return Encoded(encoding.ids, frozenset(index for index, is_added in enumerate(marks) if is_added))
 
     async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`encode`, in a thread."""
@@ -88,6 +104,12 @@ class Tokenizer:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    @property
+    def puts_spaces_between_special_tokens(self) -> bool:
+        """Whether decoding sets special tokens apart with spaces; the decoders of current models do not."""
+        special = [token_id for token_id in self.eos_token_ids if self.token_of(token_id)][:1] * 2
+        return " " in self.decode(special, skip_special_tokens=False) if special else False
 
     def token_of(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token."""

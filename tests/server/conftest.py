@@ -50,6 +50,11 @@ class Stack:
         """POST /v1/completions."""
         return await self.client.post("/v1/completions", json={"prompt": "hi", "temperature": 0, **body})
 
+    async def chat(self, text: str = "hi", **body: object) -> httpx.Response:
+        """POST /v1/chat/completions with one message, unless messages are given."""
+        messages = [{"role": "user", "content": text}]
+        return await self.client.post("/v1/chat/completions", json={"messages": messages, "temperature": 0, **body})
+
     async def text(self, **body: object) -> str:
         """The text of a completion that must succeed."""
         response = await self.complete(**body)
@@ -85,8 +90,21 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """All text, put together."""
-        return "".join(choice["text"] for event in self.events for choice in event.get("choices", []))
+        """All text of completions, put together."""
+        return "".join(choice["text"] for choice in self.choices())
+
+    def choices(self, index: int | None = None) -> list[dict[str, Any]]:
+        """The parts of every choice, or of one, in order."""
+        parts = [choice for event in self.events for choice in event.get("choices", [])]
+        return [part for part in parts if index is None or part["index"] == index]
+
+    def logprobs(self, index: int = 0) -> dict[str, list[Any]]:
+        """The lists of a choice's log-probabilities, put together; an error where a chunk has none."""
+        joined: dict[str, list[Any]] = {}
+        for part in self.choices(index):
+            for name, values in (part["logprobs"] or {}).items():
+                joined.setdefault(name, []).extend(values or [])
+        return joined
 
     @property
     def finish_reasons(self) -> list[str]:

@@ -12,11 +12,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from protocol.channel import AsyncChannel
+from protocol.fields import TokenLogprobs, TopLogprob
 from protocol.messages import (
     Abort,
     Failed,
     Finished,
     FrontendMessage,
+    PromptLogprobs,
     RoundResult,
     Stop,
     Submit,
@@ -72,6 +74,16 @@ class Plan:
     never_drafts: bool = False
     loses_drafter: bool = False
     reject: Failed | None = None
+    prompt_chunk: int = 3
+
+
+def made_up_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """A ranking that is a function of the token: it stands at rank 1, 2 or 3, with others around it."""
+    rank = 1 + token_id % 3
+    others = [other for other in range(100, 100 + num_top + 3) if other != token_id]
+    ranked = [*others[: rank - 1], token_id, *others[rank - 1 :]][:num_top]
+    top = [TopLogprob(token_id=item, logprob=-0.5 * place) for place, item in enumerate(ranked, 1)]
+    return TokenLogprobs(token_id=token_id, logprob=-0.5 * rank, rank=rank, top=top)
 
 
 @dataclass
@@ -140,6 +152,7 @@ class FakeVerifier:
     async def _commit_all(self, submit: Submit) -> None:
         """Rounds as the real verifier makes them: the first token alone, then blocks, cut at stop ids and the limit."""
         tokens = list(self.plan.tokens(submit))
+        self._send_prompt_logprobs(submit)
         position = 0
         num_rounds = 0
         while True:
@@ -167,6 +180,16 @@ class FakeVerifier:
                 self._send(message)
                 return
 
+    def _send_prompt_logprobs(self, submit: Submit) -> None:
+        num_top, prompt = submit.num_prompt_logprobs, submit.prompt_token_ids
+        if num_top is None:
+            return
+        for start in range(1, len(prompt), self.plan.prompt_chunk):
+            entries = [
+                made_up_logprobs(token_id, num_top) for token_id in prompt[start : start + self.plan.prompt_chunk]
+            ]
+            self._send(PromptLogprobs(sequence_id=submit.sequence_id, start=start, entries=entries))
+
     def _cut(self, submit: Submit, block: list[int], position: int) -> "Cut":
         for index, token_id in enumerate(block):
             if token_id in submit.stop_token_ids and position + index >= submit.min_tokens:
@@ -183,6 +206,7 @@ class FakeVerifier:
         outcome = "prefill" if number == 0 else "miss" if is_drafted else "autoregressive"
         if is_drafted and number > 1:
             outcome = ("hit", "late_hit", "miss")[number % 3]
+        num_top = submit.num_logprobs
         return RoundResult(
             sequence_id=submit.sequence_id,
             round=number,
@@ -198,6 +222,7 @@ class FakeVerifier:
             fallback_s=0.004 if outcome == "miss" else None,
             transport_s=0.0002 if outcome in ("miss", "late_hit") else None,
             alone_because=None if outcome != "autoregressive" else "timeout" if submit.speculative else "switched_off",
+            logprobs=None if num_top is None else [made_up_logprobs(token_id, num_top) for token_id in kept],
         )
 
     def _finished(

@@ -1,6 +1,7 @@
 """/v1/completions and /v1/chat/completions over a scripted verifier: text, stops, usage, shapes."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -138,16 +139,15 @@ async def test_stop_token_id_is_named_as_the_reason(stack: Stack) -> None:
 
 
 async def test_sampling_parameters_reach_the_verifier(stack: Stack) -> None:
-    await stack.complete(temperature=0.5, top_p=0.9, top_k=7, min_p=0.05, seed=-1, speculative=False)
-    submit = stack.verifier.submitted[0]
-    assert submit.sampling.model_dump() == {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "min_p": 0.05,
-        "seed": 2**63 - 1,
-    }
-    assert submit.speculative is False
+    given: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05}
+    given |= {"presence_penalty": -1.5, "frequency_penalty": 2, "repetition_penalty": 1.3}
+    for ask in (stack.complete, stack.chat):
+        response = await ask(**given, seed=-1, logit_bias={"5": -100, "17": 0.5}, speculative=False)
+        assert response.status_code == 200, response.text
+        submit = stack.verifier.submitted[-1]
+        bias = [{"token_id": 5, "bias": -100.0}, {"token_id": 17, "bias": 0.5}]
+        assert submit.sampling.model_dump() == given | {"seed": 2**63 - 1, "logit_bias": bias}
+        assert submit.speculative is False
 
 
 async def test_nulls_mean_defaults(stack: Stack) -> None:
@@ -161,8 +161,24 @@ async def test_nulls_mean_defaults(stack: Stack) -> None:
 
 async def test_values_that_ask_for_nothing_are_accepted(stack: Stack) -> None:
     response = await stack.complete(
-        n=1, best_of=1, echo=False, suffix="", repetition_penalty=1.0, presence_penalty=0, top_k=-1, logit_bias={}
+        n=1,
+        best_of=1,
+        echo=False,
+        suffix="",
+        repetition_penalty=1.0,
+        presence_penalty=0,
+        top_k=-1,
+        logit_bias={},
+        response_format={"type": "text"},
+        use_beam_search=False,
+        length_penalty=1.0,
+        bad_words=[],
+        guided_json=None,
     )
+    assert response.status_code == 200, response.text
+    submit = stack.verifier.submitted[0]
+    assert (submit.grammar, submit.num_logprobs, submit.num_prompt_logprobs) == (None, None, None)
+    response = await stack.chat(modalities=["text"], store=False, function_call="none", parallel_tool_calls=True)
     assert response.status_code == 200, response.text
 
 

@@ -119,6 +119,71 @@ async def test_closing_a_generator_aborts_the_sequence() -> None:
         assert pair.verifier.aborted == [0]
 
 
+async def test_sequences_of_a_generation_are_taken_all_or_none() -> None:
+    async with running() as pair:
+        pair.verifier.plan.round_s = 0.002
+        first = pair.engine.submit(request())
+        with pytest.raises(QueueFull):
+            pair.engine.submit(request(), request(), request())
+        both = pair.engine.submit(request(8), request(12))
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        endings: list[int] = []
+        async for item in both:
+            if isinstance(item.event, RoundResult):
+                tokens[item.index] += item.event.token_ids
+            else:
+                endings.append(item.index)
+        assert tokens == {0: list(range(10, 18)), 1: list(range(10, 22))}
+        assert sorted(endings) == [0, 1]
+        assert len(pair.verifier.submitted) == 3, "of the refused ones none was sent"
+        first.close()
+
+
+async def test_a_broken_link_takes_no_sequence_of_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as pair:
+        channel = pair.engine._channel
+        sent: list[FrontendMessage] = []
+
+        def send(message: FrontendMessage) -> bool:
+            sent.append(message)
+            return len(sent) != 2
+
+        monkeypatch.setattr(channel, "send", send)
+        with pytest.raises(EngineUnavailable):
+            pair.engine.submit(request(), request())
+        assert pair.engine.num_live == 0
+        assert [message.kind for message in sent] == ["submit", "submit", "abort"]
+
+
+async def test_one_sequence_of_a_generation_ends_early_and_the_other_goes_on() -> None:
+    async with running() as pair:
+        pair.verifier.plan.round_s = 0.002
+        generation = pair.engine.submit(request(100), request(30))
+        before: list[int] = []
+        after: list[int] = []
+        async for item in generation:
+            (before if len(before) < 4 else after).append(item.index)
+            if len(before) == 4 and not after:
+                generation.end(0)
+        assert set(before) == {0, 1}
+        assert set(after) == {1}
+        while not pair.verifier.aborted:
+            await asyncio.sleep(0.005)
+        assert pair.verifier.aborted == [0]
+
+
+async def test_one_failure_ends_the_other_sequences_of_a_generation() -> None:
+    async with running() as pair:
+        pair.verifier.plan.round_s = 0.002
+        pair.verifier.plan.fail_after = 20
+        generation = pair.engine.submit(request(100), request(100))
+        with pytest.raises(RequestFailed):
+            async for _ in generation:
+                pass
+        assert pair.engine.num_live == 0
+        assert [item async for item in generation] == []
+
+
 async def test_failed_request_raises_with_its_code() -> None:
     async with running() as pair:
         pair.verifier.plan.fail_after = 5
@@ -189,7 +254,7 @@ async def test_status_that_is_read_late_condemns_no_sequence(monkeypatch: pytest
             )
         )
         time.sleep(0.3)  # this process is busy; the verifier has not read the submission when it sends its status
-        events = [event async for event in generation]
+        events = [item.event async for item in generation]
         assert isinstance(events[-1], Finished) and events[-1].num_generated_tokens == 10
 
 
