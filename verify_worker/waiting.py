@@ -1,8 +1,7 @@
 """Requests that do not run yet: first come first served, but one whose grammar is being compiled lets others pass."""
 
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -10,61 +9,68 @@ from verify_worker.grammar import GrammarError, Matcher
 from verify_worker.sequence import Request
 
 
-@dataclass(frozen=True)
+@dataclass
 class Waiting:
-    """A request in the line. `grammar` is what its grammar is being compiled to."""
+    """A request in the line; `compilation` is its grammar on the way, `grammar` or `problem` what became of it."""
 
     request: Request
-    grammar: "Future[Matcher] | None" = None
+    compilation: "Future[Matcher] | None" = None
     arrived_at: float = field(default_factory=time.perf_counter)
+    grammar: Matcher | None = None
+    problem: GrammarError | None = None
 
-    @property
-    def is_ready(self) -> bool:
-        return self.grammar is None or self.grammar.done()
-
-    @property
-    def problem(self) -> GrammarError | None:
-        """Why the grammar cannot be compiled, once that is known."""
-        if self.grammar is None or not self.grammar.done():
-            return None
-        error = self.grammar.exception()
-        if error is not None and not isinstance(error, GrammarError):
-            raise error
-        return error
+    def settle(self) -> None:
+        """Look once whether the grammar is compiled: it may be finished at any moment, in another thread."""
+        if self.compilation is None or not self.compilation.done():
+            return
+        try:
+            self.grammar = self.compilation.result()
+        except GrammarError as error:
+            self.problem = error
+        self.compilation = None
 
 
 class WaitingLine:
     """All waiting requests, oldest first."""
 
     def __init__(self) -> None:
-        self._entries: deque[Waiting] = deque()
+        self._entries: list[Waiting] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._entries)
+    def __contains__(self, sequence_id: int) -> bool:
+        return any(entry.request.sequence_id == sequence_id for entry in self._entries)
 
     def add(self, entry: Waiting) -> None:
         self._entries.append(entry)
 
     def remove(self, sequence_id: int) -> Waiting | None:
         """Take a request out, if it is here."""
+        return self._take(lambda entry: entry.request.sequence_id == sequence_id)
+
+    def settle(self) -> None:
+        """Take over the grammars that are compiled by now."""
         for entry in self._entries:
-            if entry.request.sequence_id == sequence_id:
-                self._entries.remove(entry)
-                return entry
-        return None
+            entry.settle()
+
+    def take_broken(self) -> list[Waiting]:
+        """Take the requests out whose grammar cannot be compiled."""
+        broken = [entry for entry in self._entries if entry.problem is not None]
+        self._entries = [entry for entry in self._entries if entry.problem is None]
+        return broken
 
     def next_ready(self) -> Waiting | None:
         """Take the oldest request out that can start."""
-        for entry in self._entries:
-            if entry.is_ready:
-                self._entries.remove(entry)
-                return entry
-        return None
+        return self._take(lambda entry: entry.compilation is None and entry.problem is None)
 
     @property
     def is_compiling(self) -> bool:
         """Whether a grammar is on its way."""
-        return not all(entry.is_ready for entry in self._entries)
+        return any(entry.compilation is not None for entry in self._entries)
+
+    def _take(self, is_wanted: Callable[[Waiting], bool]) -> Waiting | None:
+        entry = next(filter(is_wanted, self._entries), None)
+        if entry is not None:
+            self._entries.remove(entry)
+        return entry

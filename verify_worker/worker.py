@@ -230,8 +230,7 @@ class VerifyWorker:
         return len(drafts) == num_wanted and all(token_id < vocab_size for token_id in drafts)
 
     def _submit(self, message: Submit) -> None:
-        waiting = any(entry.request.sequence_id == message.sequence_id for entry in self._waiting)
-        if waiting or message.sequence_id in self._running:
+        if message.sequence_id in self._waiting or message.sequence_id in self._running:
             self._num_stale += 1
             return
         try:
@@ -239,8 +238,8 @@ class VerifyWorker:
         except Refused as refusal:
             self._tell(refusal.answer)
             return
-        grammar = None if message.grammar is None else self._grammars.start(message.grammar)
-        self._waiting.add(Waiting(request, grammar))
+        compilation = None if message.grammar is None else self._grammars.start(message.grammar)
+        self._waiting.add(Waiting(request, compilation))
 
     def _abort(self, sequence_id: int) -> None:
         entry = self._waiting.remove(sequence_id)
@@ -253,11 +252,10 @@ class VerifyWorker:
 
     def _admit(self) -> None:
         """Give free slots to waiting requests, first come first served."""
-        for sequence_id, problem in [(entry.request.sequence_id, entry.problem) for entry in self._waiting]:
-            if problem is not None:
-                self._waiting.remove(sequence_id)
-                failure = Failure("invalid_request", f"the grammar cannot be used: {problem}", "grammar")
-                self._tell(_failed(sequence_id, failure))
+        self._waiting.settle()
+        for broken in self._waiting.take_broken():
+            failure = Failure("invalid_request", f"the grammar cannot be used: {broken.problem}", "grammar")
+            self._tell(_failed(broken.request.sequence_id, failure))
         while self._free_slots and (entry := self._waiting.next_ready()) is not None:
             slot = self._free_slots.pop()
             cache = self._cache_of(slot)
@@ -278,7 +276,7 @@ class VerifyWorker:
 
     def _start(self, entry: Waiting, slot: int, cache: KeyValueCache) -> None:
         request = entry.request
-        grammar = None if entry.grammar is None else entry.grammar.result().copy()
+        grammar = None if entry.grammar is None else entry.grammar.copy()
         editor = RowEditor(request.rules, request.prompt_token_ids, self._runner.target.device, grammar)
         sequence = Sequence(request, slot, cache, editor, entry.arrived_at)
         self._running[request.sequence_id] = sequence
