@@ -1,6 +1,7 @@
 """Blocks of a batch in one packed pass: which rows exist, what they may see, and where their targets are.
 
-Every block row sees the context strictly before its block's anchor and, causally, its own block (design.md section 3).
+Every block row sees the context strictly before its block's anchor and its own block, causally or whole (design.md
+section 3).
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,13 @@ class Blocks:
     num_slots: int
 
 
-def make_blocks(batch: Batch, anchors: Tensor, anchor_valid: Tensor, num_slots: int, group: int) -> Blocks:
-    """Blocks at `anchors` [b, N]; `anchor_valid` marks the ones that are not padding."""
+def make_blocks(
+    batch: Batch, anchors: Tensor, anchor_valid: Tensor, num_slots: int, group: int, *, causal: bool = True
+) -> Blocks:
+    """Blocks at `anchors` [b, N]; `anchor_valid` marks the ones that are not padding.
+
+    A slot sees its block's slots up to itself, or all of them where the block is not `causal`.
+    """
     device = batch.taps.device
     b, n = anchors.shape
     length = batch.token_ids.shape[1]
@@ -41,7 +47,9 @@ def make_blocks(batch: Batch, anchors: Tensor, anchor_valid: Tensor, num_slots: 
     context = torch.arange(length, device=device)[None, None, :] < row_anchor[:, :, None]
     block = torch.arange(n, device=device).repeat_interleave(num_slots)
     offset = slots.repeat(n)
-    own = (block[:, None] == block[None, :]) & (offset[:, None] >= offset[None, :])
+    own = block[:, None] == block[None, :]
+    if causal:
+        own = own & (offset[:, None] >= offset[None, :])
     visible = torch.cat((context, own.expand(b, -1, -1)), dim=-1)
     return Blocks(anchors, positions, valid, grouped_mask(visible, group, batch.taps.dtype), num_slots)
 

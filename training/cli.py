@@ -1,4 +1,4 @@
-"""The command line of training: `jetspecpp train corpus | draft | adapter | calibrate`.
+"""The command line of training: `jetspecpp train corpus | draft | adapter | calibrate`, and a command per baseline.
 
 Only parsing and the last word on errors happen here. Exit status: 0 done, 1 failed, 2 wrong input.
 """
@@ -69,6 +69,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("corpus", "let the target answer prompts", _add_corpus),
         ("draft", "train a draft model on a corpus", _add_draft),
         ("adapter", "train an adapter on a corpus", _add_adapter),
+        ("dflash", "train DFlash's draft model: masks, bidirectional, cross-entropy", _add_dflash),
+        ("jetspec", "train JetSpec's draft model: masks, causal, forward KL", _add_backbone),
+        ("dspark", "train DSpark's Markov head over a DFlash draft model", _add_dspark),
+        ("domino", "train Domino's GRU head over a DFlash draft model", _add_domino),
+        ("ssd", "train SSD's autoregressive drafter", _add_ssd),
         ("calibrate", "fit the outcome scores on held-out prompts", _add_calibrate),
     ):
         add(commands.add_parser(name, help=told, description=told, formatter_class=_Formatter))
@@ -99,6 +104,18 @@ def _add_corpus(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
+    _add_backbone(parser)
+    parser.add_argument("--inputs", choices=("tokens", "mask"), help="what undrafted slots read (default: tokens)")
+    parser.add_argument(
+        "--schedule",
+        choices=("half_zero", "geometric", "noise"),
+        default="half_zero",
+        help="how many true tokens a block begins with",
+    )
+
+
+def _add_backbone(parser: argparse.ArgumentParser) -> None:
+    """The flags of every draft model."""
     _add_training(parser, learning_rate=1e-3, batch_tokens=2000, held_out=64)
     shape = parser.add_argument_group("draft model", "defaults: as in --init or in an earlier run, else as given here")
     shape.add_argument("--init", type=Path, help="draft model to start from (default: target layers)")
@@ -106,17 +123,49 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--start-layers", type=_layers, help="target layers to start from, by commas (evenly spread)")
     shape.add_argument("--tap-layers", type=_layers, help="target layers it reads, by commas (five, evenly spread)")
     shape.add_argument("--slots", choices=("shifted", "in_place"), help="what a slot predicts (shifted)")
-    shape.add_argument("--inputs", choices=("tokens", "mask"), help="what undrafted slots read (tokens)")
-    shape.add_argument("--mask-token-id", type=_number, help="the mask, with --inputs mask (the end of text)")
+    shape.add_argument("--mask-token-id", type=_number, help="the mask, with mask inputs (a token without a meaning)")
     shape.add_argument("--block-size", type=_count, help="slots of a block, anchor included (16)")
     shape.add_argument("--draft-vocab", type=_number, help="most frequent tokens it proposes, 0: all (8192)")
-    parser.add_argument(
-        "--schedule",
-        choices=("half_zero", "geometric", "noise"),
-        default="half_zero",
-        help="how many true tokens a block begins with",
-    )
     parser.add_argument("--anchors", type=_count, default=24, help="blocks in a sequence")
+
+
+def _add_labels(parser: argparse.ArgumentParser, published: str) -> None:
+    parser.add_argument("--labels", choices=("corpus", "greedy"), default="corpus", help="the text, or the top token")
+    parser.add_argument("--slot-decay", type=_positive, help=f"drafts until a slot weighs 1/e (default: {published})")
+
+
+def _add_dflash(parser: argparse.ArgumentParser) -> None:
+    _add_backbone(parser)
+    _add_labels(parser, "4, 5 from block size 10, 7 from 16")
+
+
+def _add_head(parser: argparse.ArgumentParser, published: str) -> None:
+    """The flags of every head."""
+    _add_training(parser, learning_rate=1e-3, batch_tokens=2000, held_out=64)
+    parser.add_argument("--backbone", type=Path, required=True, help="draft model under the head (train dflash)")
+    parser.add_argument("--freeze-backbone", action="store_true", help="train and store the head alone")
+    parser.add_argument("--anchors", type=_count, default=24, help="blocks in a sequence")
+    _add_labels(parser, published)
+
+
+def _add_dspark(parser: argparse.ArgumentParser) -> None:
+    _add_head(parser, "4")
+    parser.add_argument("--rank", type=_count, default=96, help="rank of the Markov head")
+
+
+def _add_domino(parser: argparse.ArgumentParser) -> None:
+    _add_head(parser, "4, 5 from block size 10, 7 from 16")
+    parser.add_argument("--state-size", type=_count, default=256, help="width of the GRU")
+    parser.add_argument("--bottleneck", type=_count, default=128, help="width between GRU and vocabulary")
+
+
+def _add_ssd(parser: argparse.ArgumentParser) -> None:
+    _add_training(parser, learning_rate=1e-3, batch_tokens=2000, held_out=64)
+    parser.add_argument("--layers", type=_count, help="number of layers (default: as in an earlier run, else 2)")
+    parser.add_argument("--start-layers", type=_layers, help="target layers to start from (default: the first)")
+    parser.add_argument("--tap-layers", type=_layers, help="states to share (default: those draft models read)")
+    parser.add_argument("--draft-vocab", type=_number, help="most frequent tokens it proposes, 0: all (default: 8192)")
+    parser.add_argument("--num-draft-tokens", type=_count, default=8, help="drafts of a block in an evaluation")
 
 
 def _add_adapter(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +264,11 @@ def _command(parsed: argparse.Namespace) -> Callable[[], None]:
         "corpus": ("training.write_corpus", "write_corpus", "CorpusOptions"),
         "draft": ("training.train_draft", "train_draft", "DraftOptions"),
         "adapter": ("training.train_adapter", "train_adapter", "AdapterOptions"),
+        "dflash": ("training.train_backbone", "train_dflash", "DflashOptions"),
+        "jetspec": ("training.train_backbone", "train_jetspec", "JetspecOptions"),
+        "dspark": ("training.train_head", "train_dspark", "DsparkOptions"),
+        "domino": ("training.train_head", "train_domino", "DominoOptions"),
+        "ssd": ("training.train_ssd", "train_ssd", "SsdOptions"),
         "calibrate": ("training.calibrate", "calibrate", "CalibrateOptions"),
     }[parsed.command]
     loaded = importlib.import_module(module)

@@ -54,6 +54,11 @@ class Corpus:
     num_tokens: int
     digest: str
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max((sequence.length for sequence in self.sequences), default=1)
+
 
 REQUIRED_ARRAYS = ("tokens", "offsets", "prompt_lens", "temperatures")
 NUM_HELD_OUT = 64
@@ -202,8 +207,7 @@ class StateStore:
         self._marks_path = self.path.with_suffix(".done")
         self._states = _memmap(self.path, (corpus.num_tokens, len(self._taps) + 1, width), np.int16)
         self._marks = _memmap(self._marks_path, (len(corpus.sequences),), np.uint8)
-        longest = max((sequence.length for sequence in corpus.sequences), default=1)
-        self._rotary = RotaryTable(target.architecture, longest, target.dtype, target.device)
+        self._rotary = RotaryTable(target.architecture, corpus.longest, target.dtype, target.device)
 
     def has(self, sequence: CorpusSequence) -> bool:
         """Whether the states of a sequence are there already."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.draft_model import DraftModel, draft_config_to_json, draft_model_tensors
+from modeling.draft_model import DraftConfig, DraftModel, draft_config_to_json, draft_model_tensors
 from modeling.kernels.packed import unpacked
 from modeling.layers import RotaryTable, block_layer, load_layer
 from modeling.target import Target, read_checkpoint
@@ -23,6 +23,7 @@ from modeling.vocabulary import DraftHead
 from training.blocks import Blocks, gather_rows, make_blocks, random_anchors
 from training.corpus import Batch, CorpusSequence, StateStore, batches
 from training.loop import write_folder
+from training.losses import forward_kl
 
 PrefixSchedule = Literal["half_zero", "geometric", "noise"]
 
@@ -89,15 +90,33 @@ def draft_loss(run: DraftRun, batch: Batch, blocks: Blocks, generator: np.random
         torch.from_numpy(clean_lengths(run.schedule, b * n, run.num_slots, generator)).view(b, n).to(batch.taps.device)
     )
     hidden = block_hidden(run, batch, blocks, noised_inputs(run, batch, blocks, clean, generator))
-    keep = blocks.valid
-    teacher_positions = blocks.positions
-    if run.model.config.slots == "in_place":  # slot i is taught by the row before it; slot 0 has no use
-        slot = torch.arange(run.num_slots, device=keep.device).repeat(n)
-        keep = keep & (slot > 0)[None, :]
-        teacher_positions = (blocks.positions - 1).clamp(min=0)
-    teacher = run.head.logits(gather_rows(batch.last, teacher_positions)[keep]).float().log_softmax(-1)
-    student = run.head.logits(hidden[keep]).float().log_softmax(-1)
-    return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+    slots = draft_slots(run.model.config, batch, blocks)
+    keep = blocks.valid.view(b, n, -1)[:, :, slots.first :]
+    teacher = run.head.logits(gather_rows(batch.last, slots.before.flatten(1))[keep.flatten(1)])
+    return forward_kl(run.head.logits(hidden.view(b, n, run.num_slots, -1)[:, :, slots.first :][keep]), teacher)
+
+
+@dataclass(frozen=True)
+class DraftSlots:
+    """The slots of blocks that draft, from slot `first` on: D in each.
+
+    before [b, N, D]: position of the token before each draft, whose row is the teacher. has_token [b, N, D]: the block
+    is no padding and the text goes on to the token that the draft stands for.
+    """
+
+    first: int
+    before: Tensor
+    has_token: Tensor
+
+
+def draft_slots(config: DraftConfig, batch: Batch, blocks: Blocks) -> DraftSlots:
+    """Shifted, every slot drafts; in place, the anchor's has no use, and slot i is taught by the row before it."""
+    first = 0 if config.slots == "shifted" else 1
+    device = blocks.anchors.device
+    before = blocks.anchors[:, :, None] + torch.arange(blocks.num_slots - first, device=device)
+    lengths = torch.tensor(batch.lengths, device=device)[:, None, None]
+    is_block = blocks.valid.view(*blocks.anchors.shape, -1)[:, :, :1]
+    return DraftSlots(first, before.clamp(max=batch.token_ids.shape[1] - 1), (before + 1 < lengths) & is_block)
 
 
 @dataclass(frozen=True)
@@ -110,41 +129,61 @@ class DraftReport:
         return "tau " + " ".join(f"J{passes} {value:.3f}" for passes, value in enumerate(self.tau))
 
 
+@dataclass(frozen=True)
+class HeldOutBlocks:
+    """Blocks at random anchors of held-out text, and the tokens [b, N, D] that their drafts should be.
+
+    is_whole [b, N]: the text goes on to the last draft; only such blocks count.
+    """
+
+    batch: Batch
+    blocks: Blocks
+    slots: DraftSlots
+    wanted: Tensor
+    is_whole: Tensor
+
+    def num_committed(self, drafts: Tensor) -> float:
+        """Tokens that rounds with these drafts [b, N, D] commit, bonus included, summed over whole blocks."""
+        right = (drafts == self.wanted).long().cumprod(-1).sum(-1)
+        return float((1 + right)[self.is_whole].sum())
+
+
+def held_out_blocks(
+    config: DraftConfig, num_slots: int, store: StateStore, held_out: Sequence[CorpusSequence], device: torch.device
+) -> Iterator[HeldOutBlocks]:
+    """The same blocks every time, of greedy responses where there are some."""
+    generator = np.random.default_rng(7)
+    greedy = [sequence for sequence in held_out if sequence.temperature == 0] or held_out
+    for group in batches(greedy, 2500, np.random.default_rng(3)):
+        batch = store.batch(group, device)
+        anchors = random_anchors(batch, 24, generator)
+        blocks = make_blocks(batch, *anchors, num_slots, config.architecture.group_size, causal=config.causal)
+        slots = draft_slots(config, batch, blocks)
+        wanted_at = (slots.before + 1).clamp(max=batch.token_ids.shape[1] - 1)
+        wanted = gather_rows(batch.token_ids, wanted_at.flatten(1)).view_as(wanted_at)
+        yield HeldOutBlocks(batch, blocks, slots, wanted, slots.has_token.all(-1))
+
+
 @torch.no_grad()
 def evaluate_draft(
     run: DraftRun, store: StateStore, held_out: Sequence[CorpusSequence], max_passes: int = 3
 ) -> DraftReport:
     """Draft at random anchors of greedy responses and count how far each draft follows the target's text."""
     generator = np.random.default_rng(7)
-    accepted = torch.zeros(max_passes + 1)
+    committed = [0.0] * (max_passes + 1)
     count = 0
-    shifted = run.model.config.slots == "shifted"
-    greedy = [sequence for sequence in held_out if sequence.temperature == 0] or held_out
-    for group in batches(greedy, 2500, np.random.default_rng(3)):
-        batch = store.batch(group, run.target.device)
-        anchors, valid = random_anchors(batch, 24, generator)
-        blocks = make_blocks(batch, anchors, valid, run.num_slots, run.target.architecture.group_size)
-        b, n = anchors.shape
-        zero = torch.zeros(b, n, dtype=torch.long, device=batch.taps.device)
-        inputs = noised_inputs(run, batch, blocks, zero, generator).view(b, n, run.num_slots)
-        reach = torch.arange(1, run.num_slots + 1 if shifted else run.num_slots, device=batch.taps.device)
-        lengths = torch.tensor(batch.lengths, device=batch.taps.device)[:, None, None]
-        wanted_at = anchors[:, :, None] + reach
-        wanted = gather_rows(batch.token_ids, wanted_at.clamp(max=batch.token_ids.shape[1] - 1).view(b, -1)).view(
-            b, n, -1
-        )
-        inside = (wanted_at < lengths) & valid[:, :, None]
-        full = inside.all(-1)
+    for case in held_out_blocks(run.model.config, run.num_slots, store, held_out, run.target.device):
+        b, n, _ = case.wanted.shape
+        zero = torch.zeros(b, n, dtype=torch.long, device=run.target.device)
+        inputs = noised_inputs(run, case.batch, case.blocks, zero, generator).view(b, n, run.num_slots)
         for passes in range(max_passes + 1):
-            logits = run.head.logits(block_hidden(run, batch, blocks, inputs.view(b, -1)))
-            drafts = run.head.token_ids[logits.argmax(-1)].view(b, n, run.num_slots)
-            if not shifted:
-                drafts = drafts[:, :, 1:]
-            right = ((drafts == wanted) & inside).long().cumprod(-1).sum(-1)
-            accepted[passes] += (1 + right)[full].sum().cpu()
+            hidden = block_hidden(run, case.batch, case.blocks, inputs.view(b, -1))
+            logits = run.head.logits(hidden.view(b, n, run.num_slots, -1)[:, :, case.slots.first :])
+            drafts = run.head.token_ids[logits.argmax(-1)]
+            committed[passes] += case.num_committed(drafts)
             inputs = torch.cat((inputs[:, :, :1], drafts[:, :, : run.num_slots - 1]), dim=-1)
-        count += int(full.sum())
-    return DraftReport((accepted / max(count, 1)).tolist())
+        count += int(case.is_whole.sum())
+    return DraftReport([total / max(count, 1) for total in committed])
 
 
 def draft_batches(
@@ -156,7 +195,9 @@ def draft_batches(
         for group in batches(sequences, num_tokens, generator):
             batch = store.batch(group, run.target.device)
             anchors = random_anchors(batch, run.num_anchors, generator)
-            yield batch, make_blocks(batch, *anchors, run.num_slots, run.target.architecture.group_size)
+            shape = run.model.config
+            group_size = shape.architecture.group_size
+            yield batch, make_blocks(batch, *anchors, run.num_slots, group_size, causal=shape.causal)
 
 
 def start_from_target(model: DraftModel, folder: Path, sources: Sequence[int]) -> None:

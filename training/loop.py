@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVarTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from training.blocks import Blocks
-from training.corpus import Batch
 from training.errors import InputError
+
+Item = TypeVarTuple("Item")
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,13 @@ def learning_rate(config: LoopConfig, state: LoopState) -> float:
     """Linear warm-up in steps, then a cosine in trained time from the peak to `final_ratio` of it."""
     if state.step < config.warmup_steps:
         return config.learning_rate * (state.step + 1) / config.warmup_steps
-    progress = min(1.0, state.trained_s / (60 * config.total_minutes))
     floor = config.final_ratio
-    return config.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return config.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress(config, state))))
+
+
+def progress(config: LoopConfig, state: LoopState) -> float:
+    """Share of the whole training that is behind, 0 to 1."""
+    return min(1.0, state.trained_s / (60 * config.total_minutes))
 
 
 def write_folder(folder: Path, files: dict[str, dict[str, Tensor] | str]) -> None:
@@ -115,7 +120,7 @@ def read_state(output: Path) -> LoopState:
 
 
 class Trainer:
-    """Runs `loss_of(batch, blocks)` over batches until the time is used up."""
+    """Runs a loss over batches until the time is used up."""
 
     def __init__(self, module: nn.Module, config: LoopConfig, output: Path) -> None:
         self.module = module
@@ -173,8 +178,8 @@ class Trainer:
 
     def run(
         self,
-        batches: Iterable[tuple[Batch, Blocks]],
-        loss_of: Callable[[Batch, Blocks], Tensor],
+        batches: Iterable[tuple[*Item]],
+        loss_of: Callable[[*Item], Tensor],
         evaluate: Callable[[], str],
         report: Callable[[str], None],
         should_stop: Callable[[], bool] = lambda: False,
@@ -188,12 +193,12 @@ class Trainer:
         before = state.trained_s
         report(f"step {state.step} start {evaluate()}")
         running, count = 0.0, 0
-        for num_steps, batch in enumerate(batches):
+        for num_steps, item in enumerate(batches):
             elapsed = time.monotonic() - started
             is_over = elapsed > config.minutes * 60 or state.trained_s > config.total_minutes * 60
             if is_over or num_steps == config.max_steps or should_stop():
                 break
-            running, count = running + self._step(loss_of, *batch), count + 1
+            running, count = running + self._step(loss_of, *item), count + 1
             state.trained_s = before + time.monotonic() - started
             if time.monotonic() - last_evaluation > config.evaluate_minutes * 60:
                 self.save()
@@ -204,12 +209,12 @@ class Trainer:
         self.save()
         report(f"step {state.step} minutes {state.trained_s / 60:.1f} loss {mean:.4f} {evaluate()}")
 
-    def _step(self, loss_of: Callable[[Batch, Blocks], Tensor], batch: Batch, blocks: Blocks) -> float:
+    def _step(self, loss_of: Callable[[*Item], Tensor], *item: *Item) -> float:
         """One optimizer step; returns the loss before it."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.state)
-        with torch.autocast(batch.taps.device.type, torch.bfloat16, enabled=self.config.bfloat16):
-            loss = loss_of(batch, blocks)
+        with torch.autocast(self._parameters()[0].device.type, torch.bfloat16, enabled=self.config.bfloat16):
+            loss = loss_of(*item)
         value = loss.item()
         if not math.isfinite(value):
             raise InputError(f"the loss is {value} at step {self.state.step}; try a lower --learning-rate")

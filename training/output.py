@@ -23,7 +23,7 @@ from training.errors import InputError
 from training.loop import restore_folder, write_folder
 
 Settings = Mapping[str, Any]
-FOLDERS = ("run", "state", "draft", "adapter")
+FOLDERS = ("run", "state", "draft", "adapter", "dflash", "jetspec", "dspark", "domino", "ssd")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from modeling.target import Target, TargetRunner, load_target
 from tests.tiny.models import TAP_LAYERS, VOCAB_SIZE, TinyModels
-from tests.training.texts import CPU, END_ID, States, make_texts, write_corpus_file
+from tests.training.texts import CPU, END_ID, Command, States, make_texts, write_corpus_file
+from training.cli import main
 from training.corpus import StateStore, read_corpus
 
 TEMPLATE = "{% for message in messages %}t1 {{ message.content }} {% endfor %}t2"
@@ -55,3 +56,24 @@ def states(corpus_folder: Path, target: Target, tmp_path_factory: pytest.TempPat
 def target_runner(target_folder: Path) -> TargetRunner:
     """A second copy of the target: a runner packs the layers it is given."""
     return TargetRunner(load_target(target_folder, torch.float32, CPU), TAP_LAYERS, 256)
+
+
+@pytest.fixture
+def train(target_folder: Path, corpus_folder: Path, tmp_path: Path) -> Command:
+    """Runs `train NAME` with small defaults; the output is `tmp_path / NAME`."""
+
+    def run(name: str, *flags: str, **changes: str) -> int:
+        values = {
+            "corpus": str(corpus_folder),
+            "output": str(tmp_path / name),
+            "model": str(target_folder),
+            "steps": "3",
+            "batch-tokens": "150",
+            "held-out": "6",
+            "states-dir": str(tmp_path / "states"),
+        } | {key.replace("_", "-"): value for key, value in changes.items()}
+        if name in ("draft", "dflash", "jetspec") and "init" not in values:
+            values |= {"layers": "1", "tap-layers": "1,3", "block-size": "4", "draft-vocab": "100"} | values
+        return main([name, *flags, *(part for key, value in values.items() for part in (f"--{key}", value))])
+
+    return run

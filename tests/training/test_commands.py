@@ -5,7 +5,6 @@ import fcntl
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +17,12 @@ from draft_worker.networks import load_networks
 from modeling.draft_model import load_draft_model
 from server.cli import main as jetspecpp
 from tests.tiny.models import VOCAB_SIZE, TinyModels
-from tests.training.texts import CPU, END_ID, make_texts, write_corpus_file
+from tests.training.texts import CPU, END_ID, Command, last_error, make_texts, write_corpus_file
 from training.cli import main
 from training.corpus import read_archive, read_corpus
 from training.loop import read_state
 
 ROOT = Path(__file__).resolve().parents[2]
-Command = Callable[..., int]
-
-
-@pytest.fixture
-def train(target_folder: Path, corpus_folder: Path, tmp_path: Path) -> Command:
-    """Runs `train NAME` with small defaults; the output is `tmp_path / NAME`."""
-
-    def run(name: str, *flags: str, **changes: str) -> int:
-        values = {
-            "corpus": str(corpus_folder),
-            "output": str(tmp_path / name),
-            "model": str(target_folder),
-            "steps": "3",
-            "batch-tokens": "150",
-            "held-out": "6",
-            "states-dir": str(tmp_path / "states"),
-        } | {key.replace("_", "-"): value for key, value in changes.items()}
-        if name == "draft" and "init" not in values:
-            values |= {"layers": "1", "tap-layers": "1,3", "block-size": "4", "draft-vocab": "100"} | values
-        return main([name, *flags, *(part for key, value in values.items() for part in (f"--{key}", value))])
-
-    return run
-
-
-def last_error(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line a failed command ends with."""
-    return capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_draft_trains_resumes_and_is_served(

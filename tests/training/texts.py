@@ -1,9 +1,11 @@
 """Tiny corpora: texts that follow the tiny target's rule."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.tiny.models import VOCAB_SIZE, successors
@@ -11,6 +13,12 @@ from training.corpus import Corpus, StateStore
 
 END_ID = 3
 CPU = torch.device("cpu")
+Command = Callable[..., int]
+
+
+def last_error(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line a failed command ends with."""
+    return capsys.readouterr().err.strip().splitlines()[-1]
 
 
 @dataclass(frozen=True)
