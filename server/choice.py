@@ -69,15 +69,10 @@ class RoundToken:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What one round did: its drafts and its outcome as the metrics count them, its times, its tokens."""
+    """What one round did, its outcome as the metrics count it, and the tokens of it that are part of the text."""
 
-    number: int
+    result: RoundResult
     label: TokenLabel
-    num_drafts: int
-    num_accepted: int
-    num_cached: int
-    verify_s: float
-    exposed_s: float
     tokens: list[RoundToken]
 
 
@@ -176,7 +171,7 @@ class Choice:
                 self.ending = Ending("stop", scanned.stop)
                 break
         self.num_accepted += min(result.num_accepted, len(tokens))  # what a cut left out is no part of the text
-        return self._piece(text, tokens, self._report(result, label, tokens))
+        return self._piece(text, tokens, RoundReport(result, label, tokens))
 
     def finish(self, message: Finished) -> Piece:
         """The verifier ended the text: give out what was held back, in which a stop string may still be complete."""
@@ -222,15 +217,3 @@ class Choice:
         while self._held and (is_all_shown or self._held[0].text_offset < self._num_shown):
             released.append(self._held.popleft())
         return released
-
-    def _report(self, result: RoundResult, label: TokenLabel, tokens: list[RoundToken]) -> RoundReport:
-        return RoundReport(
-            number=result.round,
-            label=label,
-            num_drafts=result.num_drafts,
-            num_accepted=result.num_accepted,
-            num_cached=result.num_cached,
-            verify_s=result.verify_s,
-            exposed_s=result.exposed_s,
-            tokens=tokens,
-        )

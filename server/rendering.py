@@ -62,26 +62,35 @@ def statistics_body(counts: RoundCounts, usage: Usage) -> Content:
         "acceptance_length": counts.num_verified / num_rounds if num_rounds else None,
         "draft_tokens": usage.num_accepted_drafts + usage.num_rejected_drafts,
         "accepted_tokens": usage.num_accepted_drafts,
-        "verify_ms": round(counts.verify_s * MS_PER_S, 3),
-        "exposed_ms": round(counts.exposed_s * MS_PER_S, 3),
+        "verify_ms": _milliseconds(counts.verify_s),
+        "exposed_ms": _milliseconds(counts.exposed_s),
     }
 
 
 def round_body(report: RoundReport) -> Content:
     """The `jetspec_round` object of a chunk: one round and its tokens."""
+    result = report.result
     return {
-        "round": report.number,
+        "round": result.round,
         "outcome": report.label,
-        "num_drafts": report.num_drafts,
-        "num_accepted": report.num_accepted,
-        "num_cached": report.num_cached,
-        "verify_ms": round(report.verify_s * MS_PER_S, 3),
-        "exposed_ms": round(report.exposed_s * MS_PER_S, 3),
+        "num_drafts": result.num_drafts,
+        "num_accepted": result.num_accepted,
+        "num_cached": result.num_cached,
+        "verify_ms": _milliseconds(result.verify_s),
+        "exposed_ms": _milliseconds(result.exposed_s),
+        "draft_ms": _milliseconds(result.draft_s),
+        "fallback_ms": _milliseconds(result.fallback_s),
+        "transport_ms": _milliseconds(result.transport_s),
+        "alone_because": result.alone_because,
         "tokens": [
             {"id": token.token_id, "text": token.text, "source": "draft" if token.is_draft else "bonus"}
             for token in report.tokens
         ],
     }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * MS_PER_S, 3)
 
 
 @dataclass(frozen=True)

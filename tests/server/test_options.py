@@ -114,6 +114,8 @@ async def test_rounds_in_a_stream(stack: Stack, block: int) -> None:
         assert item["outcome"] in ("first", "hit", "late_hit", "miss")
         assert (item["num_drafts"], item["num_accepted"]) == (8, block - 1)
         assert (item["verify_ms"], item["exposed_ms"]) == (6.0, 0.7)
+        assert item["fallback_ms"] == (4.0 if item["outcome"] in ("miss", "first") else None)
+        assert item["alone_because"] is None
         sources = [token["source"] for token in item["tokens"]]
         assert sources == (["draft"] * (block - 1) + ["bonus"])[: len(sources)]
     chat = Stream((await stack.chat(stream=True, **body)).text)
