@@ -54,6 +54,12 @@ def build_parser() -> argparse.ArgumentParser:
     exactness.add_argument(
         "--prompts", metavar="FILE", help='JSON lines with {"turns": [...]} instead of the own prompts'
     )
+    exactness.add_argument(
+        "--parameters",
+        metavar="KIND",
+        default="plain",
+        help="plain, or random: penalties, bias, filters, grammars, ... of its own for every prompt (default: plain)",
+    )
     exactness.add_argument("--json", metavar="FILE", help="write the results to a file")
     add_flags(exactness, exclude=(*http_flags(), "dtype", "method"))
 

@@ -12,14 +12,16 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
-from protocol.messages import Finished, RoundResult, SamplingFields
+from protocol.fields import TokenLogprobs
+from protocol.messages import Finished, PromptLogprobs, RoundResult
 from server.config import ConfigError, DtypeChoice, MethodChoice, ServeConfig, flag_of, from_arguments
 from server.draft_files import find_draft_files
-from server.engine import EngineError, GenerationRequest
+from server.engine import EngineError
+from server.exactness_requests import Parameters, request_for
 from server.metrics import ROUND_LABELS, Metrics
 from server.serve import configure_logging
 from server.service import StartupError, open_service
@@ -35,7 +37,6 @@ METHODS = tuple(method for method in get_args(MethodChoice) if method != BASELIN
 ALL = "all"
 ONE_METHODS_FLAGS = ("draft_model", "adapter", "calibration")
 TEMPERATURES = (0.0, 1.0)
-FIRST_SEED = 1000
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue during the day and red at sunset.",
@@ -60,6 +61,7 @@ class Result:
     method: str
     temperature: float
     dtype: str
+    parameters: Parameters
     identical: int
     total: int
 
@@ -74,11 +76,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Text:
-    """What one generation gave."""
+    """What one generation gave; the log-probabilities where they were asked for."""
 
     token_ids: tuple[int, ...]
     reason: str
     stop_token_id: int | None
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 def exactness(parsed: argparse.Namespace) -> int:
@@ -88,6 +91,7 @@ def exactness(parsed: argparse.Namespace) -> int:
     num_prompts = _count("--num-prompts", parsed.num_prompts)
     max_tokens = _count("--max-tokens", parsed.max_tokens)
     prompts = _prompts(parsed.prompts, num_prompts)
+    (parameters,) = _choices("--parameters", [parsed.parameters], get_args(Parameters))
     quiet = {} if parsed.log_level else {"log_level": "warning"}
     arguments = {**vars(parsed), "dtype": None}
     configs = [
@@ -103,7 +107,7 @@ def exactness(parsed: argparse.Namespace) -> int:
     silent: list[str] = []
     for config in configs:
         try:
-            comparison = asyncio.run(_compare(config, prompts, max_tokens))
+            comparison = asyncio.run(_compare(config, prompts, max_tokens, cast(Parameters, parameters)))
         except (StartupError, EngineError) as error:
             logger.error("%s: %s", config.method, error)
             silent.append(config.method)
@@ -143,7 +147,7 @@ def _verdict(results: Sequence[Result], silent: Sequence[str]) -> int:
     return EXIT_FAILURE if different or silent else 0
 
 
-async def _compare(config: ServeConfig, prompts: Sequence[str], max_tokens: int) -> Comparison:
+async def _compare(config: ServeConfig, prompts: Sequence[str], max_tokens: int, parameters: Parameters) -> Comparison:
     metrics = Metrics(config.num_speculative_tokens)
     results: list[Result] = []
     async with open_service(config, metrics) as service:
@@ -153,9 +157,12 @@ async def _compare(config: ServeConfig, prompts: Sequence[str], max_tokens: int)
         token_ids = [_tokenise(prompt, service.model.tokenizer) for prompt in prompts]
         _check_lengths(token_ids, max_tokens, serving.max_model_len)
         for temperature in TEMPERATURES:
-            baseline = await _run(serving, token_ids, temperature, max_tokens, speculative=False)
-            texts = await _run(serving, token_ids, temperature, max_tokens, speculative=True)
-            results.append(_result(config.method, temperature, serving.info.dtype, baseline, texts))
+            baseline = await _run(serving, token_ids, temperature, max_tokens, parameters, speculative=False)
+            texts = await _run(serving, token_ids, temperature, max_tokens, parameters, speculative=True)
+            num_identical = _num_identical(config.method, baseline, texts)
+            results.append(
+                Result(config.method, temperature, serving.info.dtype, parameters, num_identical, len(texts))
+            )
             _print(results[-1])
         _report_rounds(config.method, metrics)
     drafted = sum(metrics.num_rounds(label) for label in ROUND_LABELS if label != "autoregressive")
@@ -163,33 +170,43 @@ async def _compare(config: ServeConfig, prompts: Sequence[str], max_tokens: int)
 
 
 async def _run(
-    serving: Serving, prompts: Sequence[list[int]], temperature: float, max_tokens: int, speculative: bool
+    serving: Serving,
+    prompts: Sequence[list[int]],
+    temperature: float,
+    max_tokens: int,
+    parameters: Parameters,
+    *,
+    speculative: bool,
 ) -> list[Text]:
     """All texts of one method; the verifier runs as many at a time as it has slots."""
 
     async def one(index: int, token_ids: list[int]) -> Text:
-        sampling = SamplingFields(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=FIRST_SEED + index)
-        stops = list(serving.model.tokenizer.eos_token_ids)
-        request = GenerationRequest(token_ids, sampling, max_tokens, stops, speculative=speculative)
+        stops = serving.model.tokenizer.eos_token_ids
+        request = request_for(index, token_ids, temperature, max_tokens, stops, serving.num_token_ids, parameters)
         committed: list[int] = []
-        async for event in serving.engine.generate(request):
+        logprobs: list[TokenLogprobs] = []
+        async for event in serving.engine.generate(replace(request, speculative=speculative)):
             if isinstance(event, Finished):
-                return Text(tuple(committed), event.reason, event.stop_token_id)
+                return Text(tuple(committed), event.reason, event.stop_token_id, tuple(logprobs))
+            if isinstance(event, PromptLogprobs):
+                logprobs += event.entries
             if isinstance(event, RoundResult):
                 committed += event.token_ids
+                logprobs += event.logprobs or []
         raise AssertionError("a generation ends with Finished or raises")
 
     return list(await asyncio.gather(*(one(index, token_ids) for index, token_ids in enumerate(prompts))))
 
 
-def _result(method: str, temperature: float, dtype: str, baseline: Sequence[Text], texts: Sequence[Text]) -> Result:
+def _num_identical(method: str, baseline: Sequence[Text], texts: Sequence[Text]) -> int:
     for index, (expected, found) in enumerate(zip(baseline, texts, strict=True)):
         if expected != found:
             pairs = zip(expected.token_ids, found.token_ids, strict=False)
-            position = next((at for at, (left, right) in enumerate(pairs) if left != right), "the end")
-            print(f"prompt {index}: {method} differs from {BASELINE} at token {position}")
-    identical = sum(expected == found for expected, found in zip(baseline, texts, strict=True))
-    return Result(method, temperature, dtype, identical, len(texts))
+            position = next((at for at, (left, right) in enumerate(pairs) if left != right), None)
+            ended_alike = replace(found, logprobs=expected.logprobs) == expected
+            where = "its log-probabilities" if ended_alike else "the end" if position is None else f"token {position}"
+            print(f"prompt {index}: {method} differs from {BASELINE} at {where}")
+    return sum(expected == found for expected, found in zip(baseline, texts, strict=True))
 
 
 def _tokenise(prompt: str, tokenizer: Tokenizer) -> list[int]:
@@ -244,7 +261,7 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _print(result: Result) -> None:
     print(
-        f"{result.method:12} temperature {result.temperature:g}  {result.dtype:9} "
+        f"{result.method:12} temperature {result.temperature:g}  {result.dtype:9} {result.parameters} parameters  "
         f"{result.identical} of {result.total} identical to {BASELINE}",
         flush=True,
     )

@@ -73,6 +73,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--method", "magic"], "--method: must be one of ar, dflash, jetspec"),
         (["exactness", "--max-tokens", "many"], "--max-tokens"),
         (["exactness", "--prompts", "/does/not/exist"], "--prompts"),
+        (["exactness", "--parameters", "wild"], "--parameters: must be one of plain, random"),
     ],
 )
 def test_wrong_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +138,7 @@ def test_exactness_writes_its_results(
     path = tmp_path / "results.json"
     arguments = ["exactness", "--dtype", "float32", "--num-prompts", "3", "--max-tokens", "20", "--json", str(path)]
     assert main([*arguments, *fake_workers]) == 0
-    expected = {"method": "jetspec++", "dtype": "float32", "identical": 3, "total": 3}
+    expected = {"method": "jetspec++", "dtype": "float32", "parameters": "plain", "identical": 3, "total": 3}
     results: list[dict[str, Any]] = json.loads(path.read_text())["results"]
     assert results == [{**expected, "temperature": 0.0}, {**expected, "temperature": 1.0}]
     assert "3 of 3 identical" in capsys.readouterr().out
