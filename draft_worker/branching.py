@@ -53,27 +53,39 @@ class BranchRound:
     prepared: list[PreparedBlock] = field(default_factory=list)
     version: int = 0
     logits: Tensor | None = None
+    branches: list[Branch] = field(default_factory=list)
+    batch: "BranchBatch | None" = None
 
     def steps(self) -> Iterator[str]:
         """`foresight` is the pass over the block; every step of all branches is a `draft`."""
         yield "foresight"
         self.logits = block_logits(self.runner, self.cache, self.num_verified, [self.anchor, *self.block.token_ids])
-        branches = choose_branches(self.runner, self.logits, self.block, self.sizes, self.stop_token_ids)
-        if not branches:
+        self.branches = choose_branches(self.runner, self.logits, self.block, self.sizes, self.stop_token_ids)
+        if not self.branches:
             return
-        batch = BranchBatch(self.runner, self.cache, self.num_verified, branches, len(self.block.token_ids))
+        self.batch = BranchBatch(self.runner, self.cache, self.num_verified, self.branches, len(self.block.token_ids))
         for _ in self.block.token_ids:
             yield "draft"
-            batch.step()
+            self.batch.step()
         self.prepared = [
             PreparedBlock(branch.num_accepted, branch.anchor, block)
-            for branch, block in zip(branches, batch.blocks(), strict=True)
+            for branch, block in zip(self.branches, self.batch.blocks(), strict=True)
         ]
         self.version += 1
 
     def find(self, num_accepted: int, anchor: int) -> DraftBlock | None:
         """The finished block for an outcome."""
         return find_block(self.prepared, num_accepted, anchor)
+
+    def is_begun(self, num_accepted: int, anchor: int) -> bool:
+        """Whether the outcome's branch has taken a step: those that are left are fewer than a fallback block's."""
+        has_steps = self.batch is not None and self.batch.num_steps > 0
+        return has_steps and Branch(num_accepted, anchor) in self.branches
+
+    def finish(self, num_accepted: int, anchor: int) -> DraftBlock:
+        """Take the steps that are left on the branch of a begun outcome alone. Ends the round."""
+        assert self.batch is not None, "the outcome is begun"
+        return self.batch.finish(self.branches.index(Branch(num_accepted, anchor)))
 
     def anchor_rank(self, num_accepted: int, anchor: int) -> int | None:
         """Place, from 1, of a realised outcome's anchor among those of its length; None where nobody looked."""
@@ -143,7 +155,8 @@ class BranchBatch:
         num_draft_tokens: int,
     ) -> None:
         self._runner, self._cache = runner, cache
-        self._num_branches = len(branches)
+        self._num_draft_tokens = num_draft_tokens
+        self._rows_a_step = len(branches)
         self._first_row = num_draft_tokens + 1
         device = runner.device
         accepted = torch.tensor([branch.num_accepted for branch in branches], device=device)
@@ -155,18 +168,34 @@ class BranchBatch:
         self._token_ids: list[Tensor] = []
         self._confidences: list[Tensor] = []
 
+    @property
+    def num_steps(self) -> int:
+        """Tokens that every branch has so far."""
+        return len(self._token_ids)
+
     @torch.inference_mode()
     def step(self) -> None:
         """The next token of every branch."""
-        step = len(self._token_ids)
-        first = self._first_row + step * self._num_branches
-        branch = torch.arange(self._num_branches, device=self._last.device)
+        step = self.num_steps
+        first = self._first_row + step * self._rows_a_step
+        branch = torch.arange(self._last.shape[0], device=self._last.device)
         self._visible[branch, first + branch] = True
         logits = self._runner.branch(self._cache, first, self._last, self._positions + step, self._visible).float()
         top, column = logits.max(dim=-1)
         self._last = self._runner.head.token_ids[column]
         self._token_ids.append(self._last)
         self._confidences.append((top - logits.logsumexp(-1)).exp())
+
+    @torch.inference_mode()
+    def finish(self, branch: int) -> DraftBlock:
+        """Let all branches go but one, and draft the rest of its block."""
+        kept = slice(branch, branch + 1)
+        self._visible, self._positions, self._last = self._visible[kept], self._positions[kept], self._last[kept]
+        self._token_ids = [token_ids[kept] for token_ids in self._token_ids]
+        self._confidences = [confidences[kept] for confidences in self._confidences]
+        while self.num_steps < self._num_draft_tokens:
+            self.step()
+        return self.blocks()[0]
 
     def blocks(self) -> list[DraftBlock]:
         """What has been drafted, by branch."""

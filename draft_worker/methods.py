@@ -53,6 +53,14 @@ class Round(Protocol):
         """The best finished block for an outcome."""
         ...
 
+    def is_begun(self, num_accepted: int, anchor: int) -> bool:
+        """Whether a block for an outcome is in the works that takes less to finish than a fallback block."""
+        ...
+
+    def finish(self, num_accepted: int, anchor: int) -> DraftBlock:
+        """Finish the block of a begun outcome, and the round with it."""
+        ...
+
 
 class MethodSequence(Protocol):
     """One sequence: verified tokens, and the target's true rows of all of them but the last, the anchor."""

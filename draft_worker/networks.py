@@ -106,7 +106,7 @@ def assemble(
     if adapter is not None:
         adapter.pack(quantization)
     if correction is not None:
-        correction.pack()
+        correction.pack(quantization)
     adapter_stack = None if adapter is None else LayerStack(tuple(adapter.placed_layers()), normalise_context=True)
     stacks = DraftStacks(
         draft=LayerStack([StackedLayer(layer) for layer in model.decoder_layers()], normalise_context=False),

@@ -82,6 +82,14 @@ class DraftRound:
         """The best finished block for an outcome."""
         return find_block(self.prepared, num_accepted, anchor)
 
+    def is_begun(self, num_accepted: int, anchor: int) -> bool:
+        """Never: a first version takes one pass, as does the fallback block, which sees true states."""
+        return False
+
+    def finish(self, num_accepted: int, anchor: int) -> DraftBlock:
+        """Only finished blocks are of use."""
+        raise AssertionError("no outcome is ever begun")
+
     def score(self, foresight: Foresight) -> OutcomeTable:
         """All candidate outcomes, best first (equation 6, or the calibrated score of equation 8)."""
         columns = self.sequence.networks.to_columns(self.block.token_ids)

@@ -231,7 +231,7 @@ class DraftWorker:
         block: DraftBlock | None = None
         was_hit = True
         if message.awaiting:
-            block = None if finished is None else finished.find(message.num_accepted, message.anchor)
+            block = None if finished is None else self._late_block(message, finished)
             if block is not None:
                 self._answer(state, message, block, is_late_hit=True)
                 self._install(state, arrival.frames)
@@ -251,6 +251,15 @@ class DraftWorker:
                 state.block_started_at = arrival.arrived_at
         if block is not None and block.token_ids:
             self._begin_round(state, block, was_hit=was_hit)
+
+    def _late_block(self, message: OutcomeRows, finished: Round) -> DraftBlock | None:
+        """A finished block for the outcome, or one that needs less than a fallback block."""
+        num_accepted, anchor = message.num_accepted, message.anchor
+        block = finished.find(num_accepted, anchor)
+        if block is not None or not finished.is_begun(num_accepted, anchor):
+            return block
+        with self._clock.measure("draft", "rest", sequence=message.sequence_id, round=message.round + 1):
+            return finished.finish(num_accepted, anchor)
 
     def _begin_round(self, state: DraftedSequence, block: DraftBlock, *, was_hit: bool) -> None:
         state.round = state.sequence.begin_round(block, was_hit=was_hit)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.architecture import UnsupportedModel
+from modeling.kernels.int8 import Quantization
 from modeling.kernels.packed import PackedWeight, can_pack, linear, pack_parameters, unpacked
 from modeling.layers import fill_parameter
 from modeling.vocabulary import DraftHead
@@ -90,7 +91,7 @@ class CorrectionHead(nn.Module, ABC):
         """Tensors under published names."""
 
     @abstractmethod
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """Freeze the head for inference in the layout of the row-independent kernel, where there is one."""
 
 
@@ -136,9 +137,9 @@ class MarkovHead(CorrectionHead):
             "markov_head.markov_w2.weight": unpacked(self.second).data,
         }
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         if isinstance(self.second, nn.Parameter) and can_pack(self.second):
-            pack_parameters(self, ("second",))
+            pack_parameters(self, ("second",), quantization)
 
 
 class GruHead(CorrectionHead):
@@ -196,9 +197,9 @@ class GruHead(CorrectionHead):
             "embed_proj.2.weight": unpacked(self.second).data,
         }
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         if isinstance(self.second, nn.Parameter) and can_pack(self.second):
-            pack_parameters(self, ("input_gates", "state_gates", "first", "second"))
+            pack_parameters(self, ("input_gates", "state_gates", "first", "second"), quantization)
 
 
 @dataclass(frozen=True)

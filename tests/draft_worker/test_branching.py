@@ -177,6 +177,35 @@ def test_a_finished_round_holds_continuations_of_its_outcomes(method: Speculativ
     assert round_.find(0, block.token_ids[0]) is None
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_begun_branch_is_finished_alone(method: SpeculativeMethod, num_steps: int) -> None:
+    """An outcome that comes too early for the round, but whose branch is on its way."""
+    sequence = prefilled(method)
+    block = sequence.fallback()
+    round_ = sequence.begin_round(block, was_hit=False)
+    for number, _ in enumerate(round_.steps()):
+        assert number == 0 or not round_.is_begun(0, 1)
+        if number == num_steps + 1:
+            break
+    branch = round_.branches[-2]
+    assert round_.find(branch.num_accepted, branch.anchor) is None
+    assert round_.is_begun(branch.num_accepted, branch.anchor)
+    accepted = list(block.token_ids[: branch.num_accepted])
+    sequence.commit(accepted, branch.anchor)
+    rest = round_.finish(branch.num_accepted, branch.anchor)
+    assert list(rest.token_ids) == continued(method.runner, list(sequence.token_ids), GAMMA)
+
+
+def test_before_the_first_step_nothing_is_begun(method: SpeculativeMethod) -> None:
+    sequence = prefilled(method)
+    round_ = sequence.begin_round(sequence.fallback(), was_hit=False)
+    steps = round_.steps()
+    next(steps)
+    next(steps)
+    assert round_.branches and round_.batch is not None
+    assert not any(round_.is_begun(branch.num_accepted, branch.anchor) for branch in round_.branches)
+
+
 def test_the_rank_of_an_anchor_leaves_the_accepted_draft_out(method: SpeculativeMethod) -> None:
     sequence = prefilled(method)
     round_ = sequence.begin_round(DraftBlock(DRAFTS, (1.0,) * GAMMA), was_hit=True)

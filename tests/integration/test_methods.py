@@ -9,6 +9,7 @@ import torch
 
 from draft_worker.loading import MethodFiles, MethodSettings, load_method
 from draft_worker.methods import DraftMethod
+from modeling.kernels.int8 import Quantization
 from protocol.memory_channel import FaultPlan
 from protocol.messages import Block, CachePush, ContextRows, OutcomeRows
 from protocol.worker_config import DraftMethodName
@@ -57,10 +58,12 @@ def options(case: Case, **changes: object) -> EngineOptions:
     return replace(EngineOptions(tap_layers=taps, decoder_layers=()), **changes)  # type: ignore[arg-type]
 
 
-def load(engine: Engine, case: Case, cache_size: int | None = 4) -> DraftMethod:
+def load(engine: Engine, case: Case, cache_size: int | None = 4, quantization: Quantization = "none") -> DraftMethod:
     """A method by name, as the drafter's process loads it."""
     files = MethodFiles(engine.models.target(engine.target), case.folder(engine.models, engine.target))
-    settings = MethodSettings(engine.options.num_draft_tokens, engine.limits.num_positions, cache_size)
+    settings = MethodSettings(
+        engine.options.num_draft_tokens, engine.limits.num_positions, cache_size, quantization=quantization
+    )
     return load_method(case.name, files, settings, engine.options.dtype, CPU)
 
 
@@ -168,3 +171,11 @@ def test_stop_tokens_end_a_text_in_the_middle_of_a_block(models: TinyModels) -> 
         pushes = [record.message for record in peer_messages(engine.peer.received, CachePush)]
     assert text.end.reason == "stop"
     assert all(entry.anchor != stop for push in pushes if isinstance(push, CachePush) for entry in push.entries)
+
+
+@pytest.mark.parametrize("case", [SYNCHRONOUS[4], SYNCHRONOUS[6], OWN_DRAFTER], ids=named)
+def test_int8_drafting_networks(models: TinyModels, case: Case) -> None:
+    with Engine(models, options=options(case)) as engine:
+        engine.attach_method(load(engine, case, quantization="int8"))
+        texts = engine.compare(JOBS)
+    assert any(result.num_accepted > 0 for text in texts for result in text.rounds)

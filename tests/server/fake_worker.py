@@ -1,7 +1,7 @@
 """A worker process for the server's tests: `python -m tests.server.fake_worker verifier|drafter --config FILE`.
 
 What it does is set by variables: FAKE_TEXT, FAKE_ROUND_S, FAKE_DIE_AFTER, FAKE_SILENT_AFTER, FAKE_REJECT, FAKE_LOAD_S,
-FAKE_DIFFERS, FAKE_NO_DRAFTS, FAKE_LOSES_DRAFTER.
+FAKE_DIFFERS, FAKE_NO_DRAFTS, FAKE_UNUSABLE, FAKE_LOSES_DRAFTER.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from protocol.messages import (
     PhaseTiming,
     Stop,
 )
-from protocol.worker_config import WorkerConfig
+from protocol.worker_config import EXIT_UNUSABLE_FILES, WorkerConfig
 from server.tokenizer import Tokenizer
 from tests.server.fakes import FakeVerifier, Plan
 
@@ -63,6 +63,8 @@ async def verifier(config: WorkerConfig) -> None:
 
 
 async def drafter(config: WorkerConfig) -> None:
+    if "FAKE_UNUSABLE" in os.environ:
+        sys.exit(EXIT_UNUSABLE_FILES)
     channel = AsyncZmqChannel.connect(config.control_endpoint, config.run_id, CONTROL_MESSAGES)
     ready = DrafterReady(pid=os.getpid(), plan_passes=1, plan_refreshes=1, cache_size=4)
     while not channel.send(ready):

@@ -127,6 +127,13 @@ async def test_rejected_drafter_is_a_refusal_to_start(start: ProcessFactory) -> 
         await server.wait_for(lambda: server.logged("does not fit the target: another vocabulary"))
 
 
+async def test_a_drafter_with_wrong_files_is_not_started_again_and_again(start: ProcessFactory) -> None:
+    async with start(FAKE_UNUSABLE="1") as server:
+        assert await server.exit_status() == 1
+        await server.wait_for(lambda: server.logged("its files cannot be used"))
+        assert not server.logged("the next one starts in")
+
+
 async def test_autoregressive_method_has_no_drafter(start: ProcessFactory) -> None:
     async with start("--method", "ar") as server:
         await server.wait_until_ready()
