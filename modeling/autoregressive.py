@@ -6,7 +6,7 @@ cache is static; rows of tokens that are not verified go to the scratch area, so
 drafted side by side. Which row sees which is the caller's: this module does not know rounds.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from modeling.architecture import Architecture, UnsupportedModel, architecture_f
 from modeling.cache import KeyMask, KeyValueCache, bucket
 from modeling.draft_model import read_tensors
 from modeling.kernels.int8 import Quantization
-from modeling.layers import DecoderLayer, Heads, RotaryTable, fill_parameter, layer_tensors, load_layer, rms_norm
+from modeling.layers import DecoderLayer, RotaryTable, fill_parameter, layer_tensors, load_layer, rms_norm
+from modeling.stack import LayerStack, StackedLayer
 from modeling.target import Target, load_target, read_architecture
 from modeling.vocabulary import DraftHead
 
@@ -77,6 +78,7 @@ class AutoregressiveRunner:
         self._stack = model.stack
         self._stack.pack(quantization)
         self._layers = tuple(self._stack.decoder_layers())
+        self._packed_rows = LayerStack([StackedLayer(layer) for layer in self._layers], normalise_context=True)
         self._embedding = model.embedding
         self.head = DraftHead(model.head, model.token_ids, packed=True, quantization=quantization)
         self.num_positions = num_positions
@@ -111,13 +113,7 @@ class AutoregressiveRunner:
         verified = torch.arange(num_keys, device=self.device)[None, :] <= positions[:, None]
         hidden = torch.zeros(len(token_ids), cache.num_scratch, dtype=torch.bool, device=self.device)
         mask = KeyMask(torch.cat((hidden, verified), dim=1), self.architecture.group_size, self.dtype)
-        rows = self._run(
-            cache,
-            torch.tensor(token_ids, device=self.device),
-            positions,
-            mask,
-            lambda layer, heads: cache.write(layer, start, heads),
-        )
+        rows = self._run_verified(cache, torch.tensor(token_ids, device=self.device), positions, mask, start)
         return self.head.logits(rows[-1:])[0]
 
     @torch.inference_mode()
@@ -129,25 +125,19 @@ class AutoregressiveRunner:
         visible [R, scratch + num_keys(n)]: the keys each row sees, scratch rows first; a row must see its own.
         """
         mask = KeyMask(visible, self.architecture.group_size, self.dtype)
-        rows = self._run(
-            cache, token_ids, positions, mask, lambda layer, heads: cache.write_scratch(layer, first_row, heads)
-        )
-        return self.head.logits(rows)
+        hidden = F.embedding(token_ids, self._embedding)
+        run = self._packed_rows.run(hidden, self.rotary.at(positions), mask, cache, first_row)
+        return self.head.logits(self._stack.final(run.hidden))
 
-    def _run(
-        self,
-        cache: KeyValueCache,
-        token_ids: Tensor,
-        positions: Tensor,
-        mask: KeyMask,
-        store: Callable[[int, Heads], None],
+    def _run_verified(
+        self, cache: KeyValueCache, token_ids: Tensor, positions: Tensor, mask: KeyMask, start: int
     ) -> Tensor:
-        """Normed rows [R, hidden] of tokens whose keys and values of each layer `store` puts into the cache."""
+        """Normed rows [R, hidden] of tokens whose keys and values go to the positions from `start` on."""
         rotary = self.rotary.at(positions)
         hidden = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
             heads = layer.project(hidden, rotary)
-            store(index, heads)
+            cache.write(index, start, heads)
             hidden = layer.finish(hidden, cache.attend(index, heads.query, mask))
         return self._stack.final(hidden)
 
