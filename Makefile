@@ -13,6 +13,8 @@ PORT ?= 8000
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
+# Without the kinds that come with operators: their schemas are not Kubernetes'.
+MANIFESTS := $(filter-out %/kustomization.yaml %/servicemonitor.yaml %/scaledobject.yaml,$(wildcard deploy/kubernetes/*.yaml))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
@@ -41,6 +43,8 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(SOURCES) tests hatch_build.py
 	$(BIN)/lint-imports
+	! test -x $(BIN)/hadolint || $(BIN)/hadolint Dockerfile
+	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
 test: install
 	$(BIN)/python -m pytest
