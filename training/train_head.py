@@ -125,10 +125,11 @@ def _train(name: str, options: HeadOptions, head_config: HeadConfig, loss_of: He
         data = prepare_data(options, corpus, files, target, backbone.model.config.tap_layers)
         run = prepare_run(name, options, head_config, backbone, files, target, corpus.longest)
         trainer = Trainer(run.trained, options.loop_config(device), options.output)
+        frozen_backbone = options.backbone if options.freeze_backbone else None
 
         def evaluate() -> str:
             line = evaluate_head(run.draft, run.corrector, data.store, data.held_out).line()
-            save_head(run, backbone.token_ids, options, options.output / name)
+            save_head(run, backbone.token_ids, options.output / name, frozen_backbone)
             return line
 
         stop = StopRequest()
@@ -196,12 +197,12 @@ def new_head(config: HeadConfig, num_columns: int, hidden_size: int) -> Correcti
     return GruHead(config, num_columns, hidden_size)
 
 
-def save_head(run: HeadRun, token_ids: Tensor | None, options: HeadOptions, folder: Path) -> None:
-    """Write the served form in bf16: the head alone, naming its backbone, or both where both were trained."""
+def save_head(run: HeadRun, token_ids: Tensor | None, folder: Path, frozen_backbone: Path | None) -> None:
+    """Write the served form in bf16: the head alone, naming its frozen backbone, or both where both were trained."""
     head = run.corrector.head
     tensors = head.tensors()
-    if options.freeze_backbone:
-        relative = os.path.relpath(options.backbone.resolve(), folder.resolve())
+    if frozen_backbone is not None:
+        relative = os.path.relpath(frozen_backbone.resolve(), folder.resolve())
         config = head_checkpoint_config(head.config, relative)
     else:
         config = with_head(draft_config_to_json(run.draft.model.config), head.config)

@@ -100,8 +100,8 @@ def test_a_shipped_head_lies_beside_its_backbone(train: Command, dflash: Path, t
 
 @pytest.mark.parametrize("name", ["dspark", "domino"])
 def test_heads_train_together_with_their_backbone(train: Command, dflash: Path, tmp_path: Path, name: str) -> None:
-    for _ in range(2):
-        assert train(name, backbone=str(dflash), learning_rate="1e-2", **HEAD_FLAGS[name]) == 0
+    for bfloat16 in ("off", "on"):
+        assert train(name, backbone=str(dflash), learning_rate="1e-2", bfloat16=bfloat16, **HEAD_FLAGS[name]) == 0
     loaded = load_draft_model(tmp_path / name / name, torch.float32, CPU)
     started = load_draft_model(dflash, torch.float32, CPU)
     assert "backbone" not in json.loads((tmp_path / name / name / "config.json").read_text())
@@ -114,7 +114,7 @@ def test_ssd_trains_resumes_and_loads(
     train: Command, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("ssd", tap_layers="1,3", draft_vocab="90", layers="1", num_draft_tokens="3") == 0
-    assert train("ssd", tap_layers="1,3", num_draft_tokens="3") == 0
+    assert train("ssd", tap_layers="1,3", num_draft_tokens="3", bfloat16="on") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 0 start tau J0 ")
     assert lines[-1].startswith("step 6 ")
