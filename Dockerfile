@@ -2,6 +2,7 @@
 #
 # GPU image:  docker build --build-arg ACCELERATOR=cuda [--build-arg TORCH_INDEX=URL of PyTorch's CUDA index] -t jetspecpp .
 # CPU image:  docker build --build-arg TORCH_INDEX=URL of PyTorch's CPU index -t jetspecpp .
+# Its commit, for /version, is not in the image's sources: add --build-arg GIT_COMMIT=$(git rev-parse HEAD).
 # Run:        docker run --gpus all -p 8000:8000 -v jetspecpp-cache:/cache jetspecpp serve --host 0.0.0.0 --model demo
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
@@ -9,13 +10,14 @@ ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 ARG TORCH_INDEX=""
 ARG ACCELERATOR=cpu
+ARG GIT_COMMIT=""
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends make \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY . .
 # The Makefile's own install, into a folder that the second stage takes over; the package as a wheel, without tools.
-RUN make install VENV=/opt/jetspecpp INSTALL=. TORCH_INDEX="${TORCH_INDEX}" PIP_NO_CACHE_DIR=1
+RUN GIT_COMMIT="${GIT_COMMIT}" make install VENV=/opt/jetspecpp INSTALL=. TORCH_INDEX="${TORCH_INDEX}" PIP_NO_CACHE_DIR=1
 # A CPU build of torch in a GPU image would start, and then serve at a hundredth of the speed.
 RUN if [ "${ACCELERATOR}" = cuda ]; then \
         /opt/jetspecpp/bin/python -c 'import torch; assert torch.version.cuda, "this torch has no CUDA: set TORCH_INDEX"'; \

@@ -75,6 +75,7 @@ class DraftedSequence:
     steps: Iterator[str] | None = None
     next_phase: str | None = None
     num_steps: int = 0
+    round_began_at: float = 0.0
     block_started_at: float | None = None
     remembered: dict[tuple[int, ...], DraftBlock] = field(default_factory=dict)
 
@@ -233,13 +234,13 @@ class DraftWorker:
         if message.awaiting:
             block = None if finished is None else self._late_block(message, finished)
             if block is not None:
-                self._answer(state, message, block, is_late_hit=True)
+                self._answer(state, arrival, block, is_late_hit=True)
                 self._install(state, arrival.frames)
             else:
                 self._install(state, arrival.frames)
                 with self._clock.measure("draft", "fallback", sequence=state.sequence_id, round=message.round + 1):
                     block = state.sequence.fallback()
-                self._answer(state, message, block, is_late_hit=False)
+                self._answer(state, arrival, block, is_late_hit=False)
                 was_hit = False
             state.block_started_at = time.perf_counter()
         else:
@@ -268,9 +269,11 @@ class DraftWorker:
         state.steps = state.round.steps()
         state.next_phase = next(state.steps, None)
         state.num_steps = 0
+        state.round_began_at = time.perf_counter()
         state.remembered = {}
 
-    def _answer(self, state: DraftedSequence, message: OutcomeRows, block: DraftBlock, *, is_late_hit: bool) -> None:
+    def _answer(self, state: DraftedSequence, arrival: OutcomeArrival, block: DraftBlock, *, is_late_hit: bool) -> None:
+        message = arrival.message
         with self._clock.measure("push", sequence=state.sequence_id):
             self._peer.send(
                 Block(
@@ -279,6 +282,7 @@ class DraftWorker:
                     anchor=message.anchor,
                     drafts=list(block.token_ids),
                     source="late_hit" if is_late_hit else "fallback",
+                    drafting_s=time.perf_counter() - arrival.arrived_at,
                 )
             )
 
@@ -327,6 +331,7 @@ class DraftWorker:
                     round=state.inbox.next_round,
                     version=finished.version,
                     entries=entries,
+                    drafting_s=time.perf_counter() - state.round_began_at,
                 )
             )
 

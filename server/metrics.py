@@ -172,7 +172,7 @@ class Metrics:
         )
         self.transport = self._histogram(
             "transport_seconds",
-            "Per awaited block: time the verifier waited beyond the drafter's own, both ways of the link together.",
+            "Per awaited block: both ways of the link, and the time until the drafter, busy with a phase, reads its inbox.",
             FINE_BUCKETS,
         )
         self.fallbacks = self._counter(

@@ -1,5 +1,6 @@
 """The wheel holds every package and the shipped weights, and the lock satisfies the project's own ranges."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -34,10 +35,14 @@ def test_import_contracts_cover_every_package(project: dict[str, Any]) -> None:
 
 def test_wheel_carries_packages_and_weights(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=120)
+    environment = {**os.environ, "GIT_COMMIT": "c" * 40}
+    subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=120
+    )
     (wheel,) = tmp_path.glob("jetspec_pp-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        assert archive.read("server/commit.txt").decode().strip() == "c" * 40
     for package in _top_level_packages():
         assert f"{package}/__init__.py" in names
     shipped = [path for path in (ROOT / "weights").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
