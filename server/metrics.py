@@ -172,7 +172,7 @@ class Metrics:
         )
         self.transport = self._histogram(
             "transport_seconds",
-            "Per awaited block: both ways of the link, and the time until the drafter, busy with a phase, reads its inbox.",
+            "Per awaited block: both ways of the link, and the time until a busy drafter reads its inbox.",
             FINE_BUCKETS,
         )
         self.fallbacks = self._counter(
