@@ -161,6 +161,7 @@ def install_handlers(app: FastAPI) -> None:
     async def on_crash(request: Request, error: Exception) -> Response:
         # This handler runs outside every layer of ours, so the id is added here.
         request_id = request.scope.get("state", {}).get("request_id")
+        logger.error("request %s failed", request_id)
         headers = NO_RETRY | ({REQUEST_ID_HEADER: request_id} if request_id else {})
         message = "The server failed to answer; its log says why."
         return ApiError(500, message, "internal_error", headers=headers).response()

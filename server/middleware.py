@@ -4,6 +4,7 @@ Starlette's base class for middleware hides a client's departure from the handle
 sees raw headers and paths only; what a body means is the application's business.
 """
 
+import logging
 import re
 import uuid
 from collections.abc import Collection
@@ -13,13 +14,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.errors import REQUEST_ID_HEADER, ApiError, too_large
 from server.keys import ApiKeys
 
+logger = logging.getLogger("jetspec.http")
+
+MAX_LOGGED_CHARACTERS = 200
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 METRICS_PATH = "/metrics"
 
 
 class RequestIds:
-    """Echoes `X-Request-Id`, or a new id where none, or no harmless one, was sent. Ids are for logs, never for keys."""
+    """Echoes `X-Request-Id`, or a new id where none, or no harmless one, was sent. Ids are for logs, never for keys.
+
+    The log names every response at level debug, and those that say the server is at fault as warnings.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,6 +41,9 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                level = logging.WARNING if message["status"] == 500 else logging.DEBUG
+                path = scope["path"][:MAX_LOGGED_CHARACTERS]
+                logger.log(level, "%s %r: %d, id %s", scope["method"], path, message["status"], request_id.decode())
                 message = {
                     **message,
                     "headers": [*message["headers"], (REQUEST_ID_HEADER.lower().encode(), request_id)],

@@ -120,6 +120,8 @@ def _add_operations(router: APIRouter, state: ServerState) -> None:
     router.add_api_route("/health", health, methods=["GET"])
     router.add_api_route("/ping", health, methods=["GET", "POST"], include_in_schema=False)
     router.add_api_route("/ready", ready, methods=["GET"])
+    for path, answer in (("/health", health), ("/ping", health), ("/ready", ready)):
+        router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
     @router.get("/version")
     async def show_version() -> Response:

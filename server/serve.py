@@ -133,7 +133,7 @@ def http_server(state: ServerState) -> HttpServer:
         timeout_graceful_shutdown=CONNECTION_GRACE_S,
         server_header=False,
         log_config=None,
-        access_log=settings.log_level == "debug",
+        access_log=False,
     )
     return HttpServer(config)
 

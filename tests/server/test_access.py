@@ -1,6 +1,7 @@
 """Who may call: API keys, pages of other origins, and the ids that requests carry."""
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,12 @@ async def test_request_id_that_is_missing_or_harmful_is_replaced(stack: Stack, s
     ids = {answer.headers["x-request-id"] for answer in answers}
     assert len(ids) == 2
     assert all(len(one) == 32 and one.isalnum() for one in ids)
+
+
+async def test_log_names_the_id_and_stays_on_one_line(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "jetspec.http"):
+        await stack.client.get("/no%0athing", headers={"X-Request-Id": "from-the-client"})
+    assert "GET '/no\\nthing': 404, id from-the-client" in [record.getMessage() for record in caplog.records]
 
 
 async def test_request_ids_can_be_switched_off(make_stack: StackFactory) -> None:

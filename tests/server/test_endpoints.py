@@ -20,6 +20,7 @@ async def test_models(stack: Stack) -> None:
 async def test_health_depends_on_the_verifier_and_not_on_the_drafter(stack: Stack) -> None:
     for path in ("/health", "/ping", "/ready"):
         assert (await stack.client.get(path)).json()["status"] == "ok"
+        assert (await stack.client.head(path)).status_code == 200
     stack.metrics.set_drafter_up(False)
     health = await stack.client.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "degraded")
