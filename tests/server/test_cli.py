@@ -1,16 +1,17 @@
 """The command line: help without torch, wrong input, generate and exactness over fake workers."""
 
-import argparse
 import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.cli import build_parser, main
+from server.cli import main
+from server.config import ServeConfig, flag_of
 from server.exactness import METHODS, PROMPTS
 from server.models import ShippedWeights
 from server.supervisor import WorkerCommands
@@ -191,10 +192,8 @@ def test_exactness_without_any_draft_is_no_success(
 
 
 def test_flags_in_the_documentation_exist() -> None:
-    parser = build_parser()
-    (commands,) = (action for action in parser._actions if action.dest == "command")
-    known = {flag for action in commands.choices["serve"]._actions for flag in action.option_strings}
-    text = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    known = {flag_of(item.name) for item in fields(ServeConfig)}
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(--[a-z0-9-]+)", text))
     assert len(named) > 20
     assert named <= known
