@@ -33,20 +33,28 @@ def predict(sequence: DraftSequence, packing: Packing, token_ids: Tensor) -> For
     return Foresight(predicted.taps, networks.decoder.logits(decoded.hidden).float().log_softmax(-1))
 
 
-@torch.inference_mode()
 def foresee(sequence: DraftSequence, block: Sequence[int], *, with_refresh: bool) -> Foresight:
     """Foresight on the block under verification [y0, d_1..d_γ]; its rows become the shared foresight rows of all
     outcomes.
 
     `with_refresh` also lays down the adapter's context keys of the predicted rows, which only a refresh reads.
     """
+    return foresee_blocks(sequence, [block], with_refresh=with_refresh)
+
+
+@torch.inference_mode()
+def foresee_blocks(sequence: DraftSequence, blocks: Sequence[Sequence[int]], *, with_refresh: bool) -> Foresight:
+    """Foresight on blocks of one length that might be verified at the same place, one after another in its rows.
+
+    The rows of the first block become the shared foresight rows.
+    """
     networks, memory, stacks = sequence.networks, sequence.memory, sequence.networks.stacks
-    packing = pack_foresight(sequence, len(block))
-    foresight = predict(sequence, packing, torch.tensor(block, device=networks.device))
-    feature = networks.model.feature(foresight.taps)
-    rotary = networks.draft_rotary.at(packing.positions)
-    stacks.draft.lay_scratch(feature, rotary, memory.draft, 0)
+    num_slots = len(blocks[0])
+    packing = pack_foresight(sequence, num_slots, len(blocks))
+    foresight = predict(sequence, packing, torch.tensor(blocks, device=networks.device).flatten())
+    taps, positions = foresight.taps[:num_slots], packing.positions[:num_slots]
+    stacks.draft.lay_scratch(networks.model.feature(taps), networks.draft_rotary.at(positions), memory.draft, 0)
     if with_refresh:
         assert stacks.adapter is not None and memory.adapter is not None
-        stacks.adapter.lay_scratch(foresight.taps, networks.rotary.at(packing.positions), memory.adapter, 0)
+        stacks.adapter.lay_scratch(taps, networks.rotary.at(positions), memory.adapter, 0)
     return foresight

@@ -48,10 +48,10 @@ class Packing:
         return KeyMask(self.visible, group, dtype)
 
 
-def pack_foresight(sequence: DraftSequence, num_slots: int) -> Packing:
-    """The block under verification: one row of `num_slots` slots from position n on, in the foresight rows."""
-    positions = torch.arange(num_slots, device=sequence.networks.device) + sequence.num_rows
-    return _pack(sequence, [-1], positions, num_slots, first_row=0, causal=True)
+def pack_foresight(sequence: DraftSequence, num_slots: int, num_blocks: int = 1) -> Packing:
+    """Blocks under verification: rows of `num_slots` slots from position n on, the first in the foresight rows."""
+    positions = (torch.arange(num_slots, device=sequence.networks.device) + sequence.num_rows).repeat(num_blocks)
+    return _pack(sequence, [-1] * num_blocks, positions, num_slots, first_row=0, causal=True)
 
 
 def pack_outcomes(sequence: DraftSequence, num_accepted: Sequence[int], num_slots: int, causal: bool) -> Packing:

@@ -23,8 +23,8 @@ class Drafts:
     """R blocks in the making.
 
     anchors [R]; token_ids [R, γ] drafts d_1..d_γ; confidences [R, γ] the probability each had when it was chosen;
-    num_frozen [R]: slots that are context; slot num_frozen holds the row's current anchor. candidates [R, γ, C], where
-    they were asked for: each draft's likeliest columns in the pass that chose it, best first.
+    num_frozen [R]: slots that are context; slot num_frozen holds the row's current anchor. candidates [R, γ, C]: each
+    draft's likeliest columns in the pass that chose it, best first, where `num_candidates` asks for them.
     """
 
     packing: Packing
@@ -44,15 +44,9 @@ def begin(
     anchors: Sequence[int],
     num_draft_tokens: int,
     generator: torch.Generator,
-    *,
-    num_candidates: int = 0,
 ) -> Drafts:
-    """J0: one pass over `opened` blocks.
-
-    `num_candidates`: how many of each draft's likeliest columns to keep, for who wants to compare choices.
-    """
+    """J0: one pass over `opened` blocks."""
     drafts = opened(sequence, num_accepted, anchors, num_draft_tokens, generator)
-    drafts.num_candidates = num_candidates
     refine(sequence, drafts)
     return drafts
 

@@ -3,6 +3,7 @@
 The template comes from the model folder and runs in Jinja's sandbox.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,13 +25,14 @@ class ChatFormat:
     special_tokens: dict[str, str]
     stop_token_ids: frozenset[int]
 
-    def encode(self, user_text: str) -> list[int]:
-        """Token ids of a one-turn conversation, ready for the answer."""
+    def encode(self, user_text: str, said: Sequence[str] = ()) -> list[int]:
+        """Token ids of a conversation, ready for the answer; `said` came before, user and assistant in turn."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": datetime.now().strftime}
-        messages = [{"role": "user", "content": user_text}]
+        roles = ("user", "assistant")
+        messages = [{"role": roles[turn % 2], "content": text} for turn, text in enumerate([*said, user_text])]
         text = environment.from_string(self.template).render(
             messages=messages, add_generation_prompt=True, **self.special_tokens
         )
