@@ -2,9 +2,6 @@
 
 import json
 import os
-import platform
-import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,15 +65,6 @@ class Report:
             if load.num_same_texts < load.num_requests
         ]
         return lines
-
-
-def describe_run(root: Path) -> dict[str, object]:
-    """Date, commit and machine, for the head of a report."""
-    return {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": _commit(root),
-        "machine": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}",
-    }
 
 
 def write_json(path: Path, report: Report) -> None:
@@ -177,20 +165,3 @@ def _with_quartiles(value: float | None, quartiles: tuple[float, float] | None, 
     if value is None or quartiles is None:
         return _number(value, digits)
     return f"{value:.{digits}f} ({quartiles[0]:.{digits}f}–{quartiles[1]:.{digits}f})"
-
-
-def _commit(root: Path) -> str:
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10.0)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

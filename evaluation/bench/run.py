@@ -30,14 +30,13 @@ from evaluation.bench.measure import (
     with_reference,
 )
 from evaluation.bench.peers import PeerMissing, PeerSetup, model_file
-from evaluation.bench.report import Report, describe_run
+from evaluation.bench.report import Report
 from evaluation.bench.runners import ServerRunner, Stage, grouped
 from evaluation.prompts import Prompt, load_prompts
+from evaluation.provenance import describe_run
 from server.models import DEMO_NAME, ResolvedModel, resolve
 
 logger = logging.getLogger("jetspec.bench")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,8 @@ def plan_run(parsed: argparse.Namespace, server_flags: tuple[str, ...]) -> Plan:
         max_processes=parsed.max_servers,
         max_model_len=parsed.max_model_len,
         stage=_stage(parsed, model, (*common, *cores, *server_flags)),
-        settings=describe_run(ROOT) | {"model": model.name, "dtype": parsed.dtype, "max tokens": parsed.max_tokens},
+        settings=describe_run().as_json()
+        | {"model": model.name, "dtype": parsed.dtype, "max tokens": parsed.max_tokens},
     )
 
 
