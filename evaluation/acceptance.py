@@ -1,112 +1,98 @@
-"""Acceptance lengths and hit rates offline: prompts, recorded target texts, replayed rounds, one row a setting."""
+"""An acceptance run: tasks in an order that lets it be cut anywhere, progress, and results that are saved as it goes.
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+Prompts are taken some at a time from every data set and temperature in turn, so a run that is stopped has measured all
+of them on equally many prompts, give or take a few.
+"""
 
-from decoding.calibration import Calibration
-from decoding.plan import PassPlan
-from draft_worker.networks import DraftNetworks
-from evaluation.replay import Replay, ReplayedRound, ReplaySettings
-from evaluation.texts import TargetText
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-CACHE_SIZES = (1, 2, 4, 8, 16)
-OFFLINE_CACHE_SIZE = 16
-"""The paper's cache size in its offline tables."""
+from evaluation.crew import measuring
+from evaluation.laboratory import LaboratoryOptions, Task
+from evaluation.prompts import Prompt
+from evaluation.records import Records, Unit
 
-
-@dataclass(frozen=True)
-class Row:
-    """tau: tokens a round, bonus included. hit_rate by B, the first round (always a fallback) left out."""
-
-    dataset: str
-    method: str
-    temperature: float
-    budget: int
-    passes: int
-    refreshes: int
-    states: str
-    tau: float
-    hit_rate: dict[str, float] = field(default_factory=dict)
-    num_rounds: int = 0
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
+PROMPTS_AT_A_TIME = 4
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One line of the table: J, R, and where the states of a hit's context come from."""
+class Study:
+    """What is to be measured: prompts by data set, temperatures, and a limit of time."""
 
-    num_passes: int
-    num_refreshes: int
-    foresight: bool = True
+    prompts: Mapping[str, Sequence[Prompt]]
+    temperatures: tuple[float, ...]
+    minutes: float | None = None
 
-
-STANDARD_SETTINGS = (
-    Setting(0, 0, foresight=False),
-    Setting(1, 0, foresight=False),
-    Setting(3, 0, foresight=False),
-    Setting(0, 0),
-    Setting(1, 0),
-    Setting(1, 1),
-    Setting(3, 3),
-)
-
-
-def measure(
-    networks: DraftNetworks,
-    texts: Sequence[TargetText],
-    dataset: str,
-    temperature: float,
-    num_draft_tokens: int,
-    setting: Setting,
-    calibration: Calibration | None,
-    stop_token_ids: frozenset[int],
-) -> Row:
-    """Replay all texts under one setting."""
-    settings = ReplaySettings(
-        plan=PassPlan(setting.num_passes, setting.num_refreshes, OFFLINE_CACHE_SIZE),
-        num_draft_tokens=num_draft_tokens,
-        calibration=calibration,
-        stop_token_ids=stop_token_ids,
-        foresight=setting.foresight,
-    )
-    rounds = [r for text in texts for r in Replay(networks, text, settings).run()]
-    has_cache = setting.foresight and networks.adapter is not None
-    return Row(
-        dataset=dataset,
-        method="jetspec++",
-        temperature=temperature,
-        budget=num_draft_tokens + 1,
-        passes=setting.num_passes,
-        refreshes=setting.num_refreshes,
-        states="predicted" if setting.foresight else "true",
-        tau=tokens_per_round(rounds),
-        hit_rate={str(size): hit_rate(rounds, size) for size in CACHE_SIZES} if has_cache else {},
-        num_rounds=len(rounds),
-    )
+    def tasks(self) -> list[Task]:
+        """All work, some prompts of every unit before more of any."""
+        longest = max(len(prompts) for prompts in self.prompts.values())
+        return [
+            Task(Unit(dataset, temperature), start, tuple(prompts[start : start + PROMPTS_AT_A_TIME]))
+            for start in range(0, longest, PROMPTS_AT_A_TIME)
+            for dataset, prompts in self.prompts.items()
+            for temperature in self.temperatures
+            if start < len(prompts)
+        ]
 
 
-def tokens_per_round(rounds: Sequence[ReplayedRound]) -> float:
-    """Mean acceptance length, bonus included."""
-    return sum(r.num_accepted + 1 for r in rounds) / max(1, len(rounds))
+@dataclass
+class Outcome:
+    """What a run has measured. `is_interrupted`: somebody stopped it; a time limit that ran out is no interruption."""
+
+    records: Records = field(default_factory=Records)
+    is_interrupted: bool = False
 
 
-def hit_rate(rounds: Sequence[ReplayedRound], cache_size: int) -> float:
-    """Share of rounds whose outcome is among the `cache_size` best."""
-    return sum(r.rank < cache_size for r in rounds) / max(1, len(rounds))
+def run_study(
+    study: Study,
+    options: LaboratoryOptions,
+    num_workers: int,
+    save: Callable[[Records], None],
+) -> Outcome:
+    """Measure until all is done, time is up or somebody interrupts. `save` is called after every round of tasks."""
+    outcome = Outcome()
+    tasks = study.tasks()
+    total = sum(len(task.prompts) for task in tasks)
+    started, progress = time.monotonic(), _Progress(total, study.minutes)
+    per_round = PROMPTS_AT_A_TIME * len(study.prompts) * len(study.temperatures)
+    try:
+        with measuring(options, tasks, num_workers) as results:
+            for done, measured in enumerate(results, start=1):
+                outcome.records.add(measured)
+                elapsed_s = time.monotonic() - started
+                progress.show(done, elapsed_s, measured.unit)
+                if done % per_round == 0 and done < total:
+                    save(outcome.records)
+                if study.minutes is not None and elapsed_s >= 60 * study.minutes and done < total:
+                    print(f"time is up after {done} of {total} conversations", file=sys.stderr, flush=True)
+                    break
+    except KeyboardInterrupt:
+        print("interrupted; what was measured follows", file=sys.stderr, flush=True)
+        outcome.is_interrupted = True
+    return outcome
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as text."""
-    lines = [
-        f"{'dataset':10} {'method':10} {'T':>3} {'budget':>6} {'states':>9} {'plan':>6} {'tau':>6}  hit@4 hit@16 rounds"
-    ]
-    for row in rows:
-        hits = [f"{row.hit_rate[key]:.3f}" if key in row.hit_rate else "    -" for key in ("4", "16")]
-        plan = f"J{row.passes}-R{row.refreshes}"
-        lines.append(
-            f"{row.dataset:10} {row.method:10} {row.temperature:3.0f} {row.budget:6d} {row.states:>9} {plan:>6} "
-            f"{row.tau:6.3f}  {hits[0]}  {hits[1]} {row.num_rounds:6d}"
+class _Progress:
+    """A line a conversation, with how long the rest will take at the pace so far."""
+
+    def __init__(self, total: int, minutes: float | None) -> None:
+        self._total = total
+        self._limit_s = None if minutes is None else 60 * minutes
+
+    def show(self, done: int, elapsed_s: float, unit: Unit) -> None:
+        left_s = elapsed_s / done * (self._total - done)
+        if self._limit_s is not None:
+            left_s = min(left_s, max(0.0, self._limit_s - elapsed_s))
+        print(
+            f"{done}/{self._total} conversations ({unit.dataset}, T={unit.temperature:g}), "
+            f"{_clock(elapsed_s)}, about {_clock(left_s)} left",
+            file=sys.stderr,
+            flush=True,
         )
-    return "\n".join(lines)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

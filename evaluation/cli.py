@@ -1,166 +1,168 @@
-"""`jetspecpp eval acceptance`: acceptance lengths and hit rates on benchmark prompts, without a server."""
+"""`jetspecpp eval`: acceptance lengths and hit rates on benchmark prompts, without a server.
+
+`acceptance` measures, `report` turns what it wrote into tables and pictures.
+"""
 
 import argparse
-import json
-import subprocess
+import logging
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from types import FrameType
+from typing import NoReturn, get_args
 
-import torch
-
-from decoding.calibration import Calibration, InvalidCalibration
-from decoding.sampling import SamplingParameters
-from draft_worker.networks import DraftNetworks, load_networks
-from evaluation.acceptance import STANDARD_SETTINGS, Row, measure, table
-from evaluation.prompts import PromptFileError, load_prompts
-from evaluation.texts import TargetText, write_texts
+from decoding.calibration import InvalidCalibration
+from evaluation.acceptance import Outcome, run_study
+from evaluation.acceptance_plan import TABLES, AcceptancePlan, WrongInput, plan_acceptance
+from evaluation.crew import WorkerFailed
+from evaluation.plotting import PlotsUnavailable
+from evaluation.prompts import PromptFileError
+from evaluation.records import Records
+from evaluation.results import ResultFileError, Results, read_results, write_whole
+from evaluation.tables import acceptance_lengths
 from modeling.architecture import UnsupportedModel
-from modeling.chat import ChatFormat, load_chat_format
-from modeling.kernels.int8 import QuantizationChoice, choose_quantization
-from modeling.runtime import choose_dtype, pin
-from modeling.target import TargetRunner, load_target
+from modeling.kernels.int8 import QuantizationChoice
+from server.models import ModelError
 
 EXIT_FAILURE = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
-FIRST_SEED = 1000
-METHODS = ("jetspec++",)
+RESULT_NAME = "acceptance"
+
+WRONG_INPUT = (WrongInput, PromptFileError, ResultFileError, ModelError, UnsupportedModel, InvalidCalibration)
+
+
+class Parser(argparse.ArgumentParser):
+    """Every complaint leaves by the same door."""
+
+    def error(self, message: str) -> NoReturn:
+        raise WrongInput(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `jetspecpp eval`."""
-    parser = argparse.ArgumentParser(prog="jetspecpp eval", description=__doc__)
+    parser = Parser(prog="jetspecpp eval", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    acceptance = commands.add_parser("acceptance", help="tokens a round and hit rates, offline")
-    acceptance.add_argument("--model", default="demo", help="target: demo or a local folder (default: demo)")
-    acceptance.add_argument("--draft-model", type=Path, help="folder of the draft model (default: the shipped one)")
-    acceptance.add_argument("--adapter", type=Path, help="folder of the adapter (default: the shipped one)")
-    acceptance.add_argument("--calibration", type=Path, help="calibration file (default: the shipped one, if any)")
-    acceptance.add_argument("--methods", default="jetspec++", help="comma-separated methods, or all")
-    acceptance.add_argument("--datasets", default="gsm8k,math500", help="comma-separated names or JSON-lines files")
-    acceptance.add_argument("--prompts-dir", type=Path, default=Path("../shared/prompts"), help="where the files lie")
-    acceptance.add_argument("--num-prompts", type=int, default=16)
-    acceptance.add_argument("--max-tokens", type=int, default=160)
-    acceptance.add_argument("--temperatures", default="0", help="comma-separated, for example 0,1")
-    acceptance.add_argument("--num-speculative-tokens", type=int, default=8)
-    acceptance.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    acceptance.add_argument("--device", default="cpu")
-    acceptance.add_argument(
+    _add_acceptance(commands.add_parser("acceptance", help="tokens a round and hit rates, offline"))
+    report = commands.add_parser("report", help="tables and pictures of what acceptance has written")
+    report.add_argument(
+        "results",
+        nargs="?",
+        type=Path,
+        default=Path("results") / f"{RESULT_NAME}.json",
+        help="file written by acceptance (default: results/acceptance.json)",
+    )
+    report.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where to write")
+    return parser
+
+
+def _add_acceptance(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="demo", help="target: demo, a local folder or a hub id (default: demo)")
+    add("--methods", default="jetspec++", help="comma-separated, or all: those that have weights (default: jetspec++)")
+    add(
+        "--weights",
+        action="append",
+        default=[],
+        metavar="METHOD=FOLDER",
+        help="weights of a method (default: shipped)",
+    )
+    add("--draft-model", type=Path, metavar="FOLDER", help="draft model of jetspec++ (default: the shipped one)")
+    add("--adapter", type=Path, metavar="FOLDER", help="adapter of jetspec++ (default: the shipped one)")
+    add(
+        "--calibration",
+        type=Path,
+        metavar="PATH",
+        help="calibration of jetspec++: a folder with budget-N.json, or a file for all budgets (default: shipped)",
+    )
+    add(
+        "--datasets", default="gsm8k,math500", help="comma-separated names or JSON-lines files (default: gsm8k,math500)"
+    )
+    add("--prompts-dir", type=Path, default=Path("../shared/prompts"), help="where named data sets lie")
+    add("--num-prompts", default="16", metavar="N", help="of each data set (default: 16)")
+    add("--max-tokens", default="160", metavar="N", help="longest answer (default: 160)")
+    add("--temperatures", default="0,1", metavar="T,T", help="(default: 0,1)")
+    add("--budgets", default="8,16,32", metavar="N,N", help="rows a verification, γ + 1 (default: 8,16,32)")
+    add("--tables", default="all", metavar="NAME,NAME", help=f"what to measure: {', '.join(TABLES)}, or all (default)")
+    add("--minutes", metavar="M", help="stop after so long, with what has been measured")
+    add("--workers", metavar="N", help="processes, one a core (default: as many as there are cores)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    add("--device", default="cpu")
+    add(
         "--draft-quantization",
         default="auto",
         choices=get_args(QuantizationChoice),
         help="weights of the drafting networks: int8, none, or auto as the server does (default: auto)",
     )
-    acceptance.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
-    return parser
+    add("--output", type=Path, default=Path("results"), metavar="FOLDER", help="where to write (default: results)")
+    add("--json", type=Path, metavar="FILE", help="also write the rows of methods as served to a file")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    parsed = build_parser().parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, level="WARNING", format="%(message)s")
     try:
-        return _acceptance(parsed)
-    except (PromptFileError, UnsupportedModel, InvalidCalibration, ValueError) as error:
+        parsed = build_parser().parse_args(arguments)
+        if parsed.command == "report":
+            return _report(parsed.results, parsed.output)
+        return _acceptance(plan_acceptance(parsed), parsed.output, parsed.json)
+    except WRONG_INPUT as error:
         print(f"jetspecpp eval: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
-    except OSError as error:
+    except (OSError, WorkerFailed, PlotsUnavailable) as error:
         print(f"jetspecpp eval: {error}", file=sys.stderr)
         return EXIT_FAILURE
 
 
-def _acceptance(parsed: argparse.Namespace) -> int:
-    methods = METHODS if parsed.methods == "all" else tuple(parsed.methods.split(","))
-    unknown = [method for method in methods if method not in METHODS]
-    if unknown:
-        raise ValueError(f"--methods: unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
-    pin(None)
-    folder = model_folder(parsed.model)
-    weights = shipped_weights()
-    draft = parsed.draft_model or weights / "draft"
-    adapter = parsed.adapter or weights / "adapter"
-    calibration_path = _calibration_path(parsed, weights)
-    calibration = None
-    if calibration_path is not None:
-        calibration = Calibration.from_json(calibration_path.read_text(encoding="utf-8"))
-    device = torch.device(parsed.device)
-    dtype = choose_dtype(parsed.dtype, device)
-    quantization = choose_quantization(parsed.draft_quantization, device)
-    chat = load_chat_format(folder)
-    networks = load_networks(folder, draft, adapter, dtype, device, 2048, quantization)
-    target = load_target(folder, dtype, device)
-    runner = TargetRunner(target, networks.config.tap_layers, min(2048, target.architecture.max_positions))
-    rows: list[Row] = []
-    status = 0
+def _acceptance(plan: AcceptancePlan, folder: Path, json_path: Path | None) -> int:
+    for line in plan.notes:
+        print(line, file=sys.stderr)
+
+    def save(records: Records) -> None:
+        print(acceptance_lengths(records.rows()).to_text(), end="\n\n", flush=True)
+        write_results(Results(plan.about, records.rows()), folder, json_path)
+
+    outcome = _interruptible(lambda: run_study(plan.study, plan.options, plan.num_workers, save))
+    results = Results.of(outcome.records, plan.about, plan.calibrations)
+    if not results.rows:
+        return EXIT_INTERRUPTED if outcome.is_interrupted else EXIT_FAILURE
+    for table in results.tables():
+        print(table.to_text(), end="\n\n")
+    for path in write_results(results, folder, json_path):
+        print(f"wrote {path}", file=sys.stderr)
+    return EXIT_INTERRUPTED if outcome.is_interrupted else 0
+
+
+def write_results(results: Results, folder: Path, json_path: Path | None) -> list[Path]:
+    """Everything as JSON and Markdown in a folder, and the served rows in a file of their own. Raises OSError."""
+    files = {folder / f"{RESULT_NAME}.json": results.to_json(), folder / f"{RESULT_NAME}.md": results.to_markdown()}
+    if json_path is not None:
+        files[json_path] = results.rows_as_json()
+    for path, text in files.items():
+        write_whole(path, text)
+    return list(files)
+
+
+def _report(source: Path, folder: Path) -> int:
+    from evaluation.acceptance_plots import write_plots
+
+    results = read_results(source)
+    write_whole(folder / f"{RESULT_NAME}.md", results.to_markdown())
+    print(folder / f"{RESULT_NAME}.md")
+    for picture in write_plots(results, folder):
+        print(picture)
+    return 0
+
+
+def _interruptible(work: Callable[[], Outcome]) -> Outcome:
+    """SIGTERM ends the measuring as Ctrl-C does: what has been measured is kept."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        for dataset in parsed.datasets.split(","):
-            for temperature in (float(value) for value in parsed.temperatures.split(",")):
-                texts = _texts(parsed, dataset, temperature, chat, runner, networks)
-                for setting in STANDARD_SETTINGS:
-                    row = measure(
-                        networks,
-                        texts,
-                        dataset,
-                        temperature,
-                        parsed.num_speculative_tokens,
-                        setting,
-                        calibration,
-                        chat.stop_token_ids,
-                    )
-                    rows.append(row)
-                    print(table([row]).splitlines()[1] if len(rows) > 1 else table([row]), flush=True)
-    except KeyboardInterrupt:
-        print("interrupted; what was measured stands above", file=sys.stderr)
-        status = EXIT_INTERRUPTED
-    if parsed.json is not None:
-        parsed.json.write_text(json.dumps({"rows": [row.as_json() for row in rows]}, indent=1), encoding="utf-8")
-    return status
+        return work()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _texts(
-    parsed: argparse.Namespace,
-    dataset: str,
-    temperature: float,
-    chat: ChatFormat,
-    runner: TargetRunner,
-    networks: DraftNetworks,
-) -> list[TargetText]:
-    limit = runner.num_positions - parsed.max_tokens - 1
-    prompts = [chat.encode(p.text) for p in load_prompts(dataset, parsed.prompts_dir, parsed.num_prompts)]
-    sampling = SamplingParameters(temperature=temperature, seed=FIRST_SEED)
-    return write_texts(
-        runner,
-        [prompt for prompt in prompts if len(prompt) <= limit],
-        sampling,
-        parsed.max_tokens,
-        chat.stop_token_ids,
-        networks.decoder.first_layer,
-    )
-
-
-def shipped_weights() -> Path:
-    """The folder of the demo target's draft weights: in the checkout, else in the installed package."""
-    root = Path(__file__).resolve().parent.parent
-    checkout = root / "weights" / "smollm2-135m"
-    return checkout if checkout.is_dir() else root / "modeling" / "weights" / "smollm2-135m"
-
-
-def _calibration_path(parsed: argparse.Namespace, weights: Path) -> Path | None:
-    """As given, else the shipped one of this budget; that one is fitted to the shipped draft model and to no other."""
-    if parsed.calibration is not None or parsed.draft_model is not None:
-        given: Path | None = parsed.calibration
-        return given
-    shipped = weights / "calibration" / f"budget-{parsed.num_speculative_tokens + 1}.json"
-    return shipped if shipped.is_file() else None
-
-
-def model_folder(model: str) -> Path:
-    """A local folder, or the demo target, prepared if need be."""
-    if model != "demo":
-        return Path(model)
-    command = [sys.executable, "-m", "modeling.demo"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        raise UnsupportedModel("the demo target could not be prepared")
-    return Path(done.stdout.splitlines()[-1])
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,83 +1,166 @@
-"""Replayed rounds on recorded texts: the text is the served one, and the counts are what a server would have seen."""
+"""Replayed rounds are what a server would see, and what is shared between variants changes none of them."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-import torch
 
-from decoding.loops import is_loop
-from decoding.outcomes import OutcomeTable
+from decoding.calibration import Calibration
 from decoding.plan import PassPlan
-from decoding.sampling import SamplingParameters
-from evaluation.acceptance import hit_rate, tokens_per_round
-from evaluation.replay import NOT_RANKED, Replay, ReplayedRound, ReplaySettings, rank_of
-from evaluation.texts import TargetText, write_texts
-from modeling.decoder import decoder_layer_ids
-from tests.tiny.engine import Engine, Job
-from tests.tiny.models import NUM_LAYERS, TAP_LAYERS, TinyModels, true_rows
+from decoding.rules import outcome_rank
+from decoding.uniforms import noise_generator
+from draft_worker.networks import DraftNetworks
+from draft_worker.round import DraftRound, SelectionRule, fallback_block
+from draft_worker.sequence import DraftSequence, new_memory
+from draft_worker.synchronous import SynchronousMethod
+from evaluation.baselines import replay_fallbacks
+from evaluation.contestants import ALL_VARIANTS
+from evaluation.replay import PlayedText, Player, Replay, ReplaySettings, Variant
+from evaluation.rounds import Ending, Tally, sizes_that_hold, verify
+from evaluation.texts import TargetText
+from tests.evaluation.recorded import recorded
+from tests.tiny.models import TinyModels
 
 GAMMA = 4
-SETTINGS = ReplaySettings(PassPlan(1, 1, 4), GAMMA, None, frozenset())
-PROMPTS = ((1, 2, 3, 9, 17), (40, 41), (100,))
+NOISE_ID = 5
+SOME_VARIANTS = (
+    Variant("served", 0),
+    Variant("served", 2),
+    Variant("served", 2, "replace"),
+    Variant("served", 1, "alone"),
+    Variant("true", 1),
+    Variant("true", 2, "replace"),
+    Variant("predicted", 1),
+    Variant("copied", 0),
+)
+NO_STOPS: frozenset[int] = frozenset()
+CALIBRATION = Calibration((0.3, 0.8, 0.1, -0.2, 0.4, 0.1), 1.3, None)
 
 
-def recorded(models: TinyModels, temperature: float, stops: frozenset[int] = frozenset()) -> list[TargetText]:
-    sampling = SamplingParameters(temperature=temperature, seed=7)
-    first = decoder_layer_ids(TAP_LAYERS[-1], NUM_LAYERS)[0]
-    return write_texts(models.runner(), [list(p) for p in PROMPTS], sampling, 20, stops, first, batch_size=2)
+def play(
+    networks: DraftNetworks, text: TargetText, players: Sequence[Player], stops: frozenset[int] = NO_STOPS
+) -> list[PlayedText]:
+    settings = ReplaySettings(tuple(players), stops, {GAMMA: CALIBRATION})
+    return Replay(networks, text, settings, NOISE_ID).run()
+
+
+@pytest.fixture(scope="module")
+def networks(models: TinyModels) -> DraftNetworks:
+    return models.networks("trained")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_recorded_text_is_the_served_one_with_its_true_states(models: TinyModels, temperature: float) -> None:
-    texts = recorded(models, temperature)
-    with Engine(models) as engine:
-        served = [engine.plain(Job(prompt=p, max_tokens=20, temperature=temperature)).token_ids for p in PROMPTS]
-    for text, expected in zip(texts, served, strict=True):
-        assert text.response_token_ids == expected[: len(text.response_token_ids)]
-        assert len(text.response_token_ids) == 20 or is_loop(text.response_token_ids)
-        rows = true_rows(models.runner(), text.token_ids[:-1])
-        torch.testing.assert_close(text.taps, rows.taps, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(text.decoder_kv, rows.decoder_kv, rtol=1e-4, atol=1e-4)
+def test_rounds_follow_each_other_through_the_text(
+    models: TinyModels, networks: DraftNetworks, temperature: float
+) -> None:
+    players = [Player(variant, GAMMA) for variant in ALL_VARIANTS]
+    for text in recorded(models, temperature):
+        for played in play(networks, text, players):
+            rounds, is_served = played.rounds, played.player.variant.states == "served"
+            # The prefill's token comes first; a last block whose end is not recorded is left out.
+            left = len(text.response_token_ids) - 1 - sum(r.ending.num_committed for r in rounds)
+            assert 0 <= left <= GAMMA
+            assert not rounds or not rounds[0].was_hit
+            for before, after in pairwise(rounds):
+                if is_served:
+                    assert before.held_by is not None
+                    assert after.was_hit == (16 in before.held_by)
+                else:
+                    assert after.was_hit == (played.player.variant.states != "true")
+                    assert before.held_by is None
 
 
-def test_a_stop_token_is_no_part_of_the_response(models: TinyModels) -> None:
-    free = recorded(models, 0.0)[0]
-    stop = free.response_token_ids[5]
-    bound = recorded(models, 0.0, frozenset({stop}))[0]
-    assert bound.response_token_ids == free.response_token_ids[: free.response_token_ids.index(stop)]
-    assert len(bound.taps) == len(bound.token_ids) - 1
+def test_a_text_that_ends_is_replayed_to_its_end(models: TinyModels, networks: DraftNetworks) -> None:
+    stop = recorded(models, 0.0)[0].response_token_ids[9]
+    text = recorded(models, 0.0, frozenset({stop}))[0]
+    for played in play(networks, text, [Player(variant, GAMMA) for variant in ALL_VARIANTS], frozenset({stop})):
+        committed = sum(r.ending.num_committed for r in played.rounds)
+        assert committed == len(text.response_token_ids)  # all after the prefill's token, the stop token included
+        assert played.rounds[-1].ending.anchor is None and played.rounds[-1].held_by is None
 
 
-@pytest.mark.parametrize("foresight", [True, False])
-def test_rounds_follow_each_other_through_the_text(models: TinyModels, foresight: bool) -> None:
-    networks = models.networks("trained")
-    settings = replace(SETTINGS, foresight=foresight)
-    rounds = [Replay(networks, text, settings).run() for text in recorded(models, 1.0)]
-    for text, of_text in zip(recorded(models, 1.0), rounds, strict=True):
-        # The prefill's token comes first; the last block that does not fit into the text is left out.
-        left = len(text.response_token_ids) - 1 - sum(r.num_accepted + 1 for r in of_text)
-        assert of_text and 0 <= left <= GAMMA
-        assert not of_text[0].was_hit
-        for before, after in pairwise(of_text):
-            assert after.was_hit == (foresight and before.rank < SETTINGS.plan.cache_size)
-    assert any(r.num_accepted for of_text in rounds for r in of_text)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_variants_and_budgets_that_share_a_replay_get_what_each_gets_alone(
+    models: TinyModels, networks: DraftNetworks, temperature: float
+) -> None:
+    players = [Player(variant, gamma) for variant in ALL_VARIANTS for gamma in (2, GAMMA, 7)]
+    text = recorded(models, temperature, max_tokens=16)[0]
+    together = {played.player: played.rounds for played in play(networks, text, players)}
+    for player in [Player(variant, gamma) for variant in SOME_VARIANTS for gamma in (2, 7)]:
+        assert play(networks, text, [player])[0].rounds == together[player], player
+    assert len({Tally.of(rounds).tau for rounds in together.values()}) > 3
 
 
-def test_the_rank_of_an_outcome_leaves_out_what_ends_the_text() -> None:
-    table = OutcomeTable(torch.tensor([0, 1, 1, 2]), torch.tensor([5, 9, 5, 5]), torch.tensor([-1.0, -2.0, -3.0, -4.0]))
-    assert rank_of(table, 1, 5, []) == 2
-    assert rank_of(table, 1, 5, [9]) == 1
-    assert rank_of(table, 0, 9, []) == NOT_RANKED
+def served_rounds(networks: DraftNetworks, text: TargetText, plan: PassPlan) -> list[tuple[Ending, bool]]:
+    """The drafter's own rounds with a cache of one, whose noise is drawn as the replay draws it."""
+    sequence = DraftSequence(networks, new_memory(networks, 128, GAMMA, 1), list(text.prompt_token_ids))
+    layers = range(networks.decoder.first_layer, networks.target.num_layers)
+    rule = SelectionRule(CALIBRATION, None, NO_STOPS)
+    start, block, found = len(text.prompt_token_ids), None, []
+    while start + 1 < len(text.token_ids):
+        rows = text.states(networks.config.tap_layers, layers, sequence.num_rows, start)
+        sequence.install(rows.taps, rows.decoder_kv)
+        sequence.token_ids = text.token_ids[: start + 1]
+        was_hit = block is not None
+        block = block or fallback_block(sequence, GAMMA, noise_generator(NOISE_ID, start))
+        ending = verify(block.token_ids, text.following(start, GAMMA))
+        if ending is None:
+            break
+        assert ending.anchor is not None
+        found.append((ending, was_hit))
+        start += ending.num_accepted + 1
+        round_ = DraftRound(sequence, block, plan, rule, noise_generator(NOISE_ID, start))
+        for _ in round_.steps():
+            pass
+        block = round_.find(ending.num_accepted, ending.anchor)
+    return found
 
 
-def test_means() -> None:
-    rounds = [ReplayedRound(0, False, 0), ReplayedRound(4, True, 3), ReplayedRound(2, True, NOT_RANKED)]
-    assert tokens_per_round(rounds) == 3.0
-    assert [hit_rate(rounds, size) for size in (1, 4, 16)] == pytest.approx([1 / 3, 2 / 3, 2 / 3])
+@pytest.mark.parametrize("plan", [PassPlan(0, 0, 1), PassPlan(2, 0, 1), PassPlan(1, 1, 1), PassPlan(3, 3, 1)])
+def test_a_replay_is_what_the_drafter_does(models: TinyModels, networks: DraftNetworks, plan: PassPlan) -> None:
+    variant = Variant("served", plan.num_passes, "replace" if plan.num_refreshes else "none")
+    hits = 0
+    for text in recorded(models, 1.0):
+        settings = ReplaySettings((Player(variant, GAMMA),), NO_STOPS, {GAMMA: CALIBRATION}, cache_size=1)
+        (played,) = Replay(networks, text, settings, NOISE_ID).run()
+        ours = [(r.ending, r.was_hit) for r in played.rounds]
+        assert ours == served_rounds(networks, text, plan)
+        hits += sum(was_hit for _, was_hit in ours)
+    assert hits
 
 
-def test_loops() -> None:
-    assert is_loop([1, 2, 3] + [7, 8] * 12)
-    assert not is_loop([7, 8] * 11)
-    assert not is_loop(list(range(60)))
+def test_drafting_in_one_go_from_true_states_is_a_synchronous_method(models: TinyModels) -> None:
+    networks = models.networks("causal_mask", with_adapter=False)
+    method = SynchronousMethod(networks, GAMMA)
+    for number, text in enumerate(recorded(models, 1.0)):
+        (played,) = play(networks, text, [Player(Variant("true", 0), GAMMA)])
+        assert played.rounds == replay_fallbacks(method, text, GAMMA, NO_STOPS, number)
+
+
+def test_observed_rounds_carry_what_other_rules_need(models: TinyModels, networks: DraftNetworks) -> None:
+    text = recorded(models, 0.0)[0]
+    played, plain = play(
+        networks, text, [Player(Variant("served", 1, "replace"), GAMMA, True), Player(Variant("served", 1), GAMMA)]
+    )
+    ranked = [r for r in played.rounds if r.held_by is not None]
+    assert len(played.observed) == len(ranked) and not plain.observed
+    for observed, replayed in zip(played.observed, ranked, strict=True):
+        assert observed.num_accepted == replayed.ending.num_accepted
+        assert len(observed.draft_anchors) == GAMMA
+        rank = outcome_rank(observed, "served", CALIBRATION)
+        assert sizes_that_hold(rank) == replayed.held_by
+
+
+def test_without_a_calibration_the_decoder_alone_ranks(models: TinyModels, networks: DraftNetworks) -> None:
+    text, player = recorded(models, 0.0)[0], Player(Variant("served", 1, "replace"), GAMMA, observed=True)
+    (played,) = Replay(networks, text, ReplaySettings((player,), NO_STOPS)).run()
+    ranks = [outcome_rank(observed, "uncalibrated", CALIBRATION) for observed in played.observed]
+    assert [r.held_by for r in played.rounds if r.held_by is not None] == [sizes_that_hold(rank) for rank in ranks]
+
+
+def test_a_bidirectional_block_is_drafted_at_one_budget(models: TinyModels) -> None:
+    text = recorded(models, 0.0)[0]
+    networks = models.networks("bidirectional", with_adapter=False)
+    players = [Player(Variant("true", 0), 2), Player(Variant("true", 0), 4)]
+    with pytest.raises(AssertionError, match="bidirectional"):
+        play(networks, text, players)
