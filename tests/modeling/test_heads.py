@@ -31,7 +31,7 @@ from modeling.heads import (
     with_head,
 )
 from modeling.vocabulary import DraftHead
-from tests.modeling.tiny_models import VOCAB_SIZE, tiny_architecture
+from tests.modeling.tiny_models import VOCAB_SIZE, relative_error, tiny_architecture
 
 CPU = torch.device("cpu")
 HIDDEN = 72
@@ -131,6 +131,15 @@ def test_one_pass_equals_slot_by_slot(config: HeadConfig, packed: bool) -> None:
         head.pack()
     torch.testing.assert_close(slot_by_slot(corrector_of(head), *inputs), whole, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(whole, inputs[0])
+
+
+@pytest.mark.parametrize("config", [MARKOV, GRU])
+def test_a_quantised_head_stays_close(config: HeadConfig) -> None:
+    inputs = block_inputs()
+    plain, quantised = make_head(config), make_head(config)
+    quantised.pack("int8")
+    whole = corrector_of(plain).correct_all(*inputs) - inputs[0]
+    assert relative_error(slot_by_slot(corrector_of(quantised), *inputs) - inputs[0], whole) < 0.03
 
 
 @pytest.mark.parametrize("config", [MARKOV, GRU])
