@@ -19,8 +19,16 @@ class Foresight:
     log_p: Tensor
 
 
+@dataclass(frozen=True)
+class PredictedRows:
+    """Predicted tapped states [rows, taps, hidden], and logits [rows, W] of the token after every row."""
+
+    taps: Tensor
+    logits: Tensor
+
+
 @torch.inference_mode()
-def predict(sequence: DraftSequence, packing: Packing, token_ids: Tensor) -> Foresight:
+def predict(sequence: DraftSequence, packing: Packing, token_ids: Tensor) -> PredictedRows:
     """Adapter, then decoder, over packed tokens [R*S]; leaves the decoder's keys of these rows in its scratch area."""
     networks, memory = sequence.networks, sequence.memory
     stacks = networks.stacks
@@ -30,7 +38,7 @@ def predict(sequence: DraftSequence, packing: Packing, token_ids: Tensor) -> For
     hidden = networks.embed(token_ids)
     predicted = stacks.adapter.run(hidden, rotary, mask, memory.adapter, packing.first_row)
     decoded = stacks.decoder.run(predicted.hidden, rotary, mask, memory.decoder, packing.first_row)
-    return Foresight(predicted.taps, networks.decoder.logits(decoded.hidden).float().log_softmax(-1))
+    return PredictedRows(predicted.taps, networks.decoder.logits(decoded.hidden))
 
 
 def foresee(sequence: DraftSequence, block: Sequence[int], *, with_refresh: bool) -> Foresight:
@@ -51,10 +59,10 @@ def foresee_blocks(sequence: DraftSequence, blocks: Sequence[Sequence[int]], *, 
     networks, memory, stacks = sequence.networks, sequence.memory, sequence.networks.stacks
     num_slots = len(blocks[0])
     packing = pack_foresight(sequence, num_slots, len(blocks))
-    foresight = predict(sequence, packing, torch.tensor(blocks, device=networks.device).flatten())
-    taps, positions = foresight.taps[:num_slots], packing.positions[:num_slots]
+    predicted = predict(sequence, packing, torch.tensor(blocks, device=networks.device).flatten())
+    taps, positions = predicted.taps[:num_slots], packing.positions[:num_slots]
     stacks.draft.lay_scratch(networks.model.feature(taps), networks.draft_rotary.at(positions), memory.draft, 0)
     if with_refresh:
         assert stacks.adapter is not None and memory.adapter is not None
         stacks.adapter.lay_scratch(taps, networks.rotary.at(positions), memory.adapter, 0)
-    return foresight
+    return Foresight(predicted.taps, predicted.logits.float().log_softmax(-1))

@@ -15,6 +15,7 @@ from torch import Tensor
 from draft_worker.foresight import predict
 from draft_worker.packing import Packing, pack_outcomes
 from draft_worker.sequence import DraftSequence
+from modeling.kernels.likeliest import likeliest
 from modeling.stack import FrozenRows
 
 
@@ -99,16 +100,16 @@ def slot_rows(sequence: DraftSequence, drafts: Drafts) -> Tensor:
 def refine(sequence: DraftSequence, drafts: Drafts) -> None:
     """One Jacobi pass over the slots after each row's anchor slot (equation 8)."""
     networks = sequence.networks
-    logits = networks.head.logits(slot_rows(sequence, drafts)).float()
-    top, column = logits.max(dim=-1)
+    logits = networks.head.logits(slot_rows(sequence, drafts))
+    best = likeliest(logits)
     draft_number = torch.arange(1, drafts.token_ids.shape[1] + 1, device=networks.device)
     is_open = draft_number[None, :] > drafts.num_frozen[:, None]
-    drafts.token_ids = torch.where(is_open, networks.to_token_ids(column), drafts.token_ids)
-    drafts.confidences = torch.where(is_open, (top - logits.logsumexp(-1)).exp(), drafts.confidences)
+    drafts.token_ids = torch.where(is_open, networks.to_token_ids(best.column), drafts.token_ids)
+    drafts.confidences = torch.where(is_open, best.log_p.exp(), drafts.confidences)
     if drafts.num_candidates:
-        likeliest = logits.topk(min(drafts.num_candidates, logits.shape[-1])).indices
-        before = likeliest if drafts.candidates is None else drafts.candidates
-        drafts.candidates = torch.where(is_open[..., None], likeliest, before)
+        several = logits.float().topk(min(drafts.num_candidates, logits.shape[-1])).indices
+        before = several if drafts.candidates is None else drafts.candidates
+        drafts.candidates = torch.where(is_open[..., None], several, before)
 
 
 @torch.inference_mode()
@@ -122,13 +123,12 @@ def refresh(sequence: DraftSequence, drafts: Drafts, max_slots: int | None = Non
     num_drafts = drafts.token_ids.shape[1]
     num_slots = drafts.packing.num_slots if max_slots is None else min(max_slots, drafts.packing.num_slots)
     packing = drafts.packing.first_slots(num_slots)
-    foresight = predict(sequence, packing, _slot_tokens(drafts)[:, :num_slots].flatten())
-    feature = networks.model.feature(foresight.taps).unflatten(0, (packing.num_rows, num_slots))
+    predicted = predict(sequence, packing, _slot_tokens(drafts)[:, :num_slots].flatten())
+    feature = networks.model.feature(predicted.taps).unflatten(0, (packing.num_rows, num_slots))
     drafts.feature = F.pad(feature, (0, 0, 0, drafts.packing.num_slots - num_slots)).flatten(0, 1)
     num_checked = min(num_slots, num_drafts)
-    log_p = foresight.log_p.unflatten(0, (packing.num_rows, num_slots))[:, :num_checked]
-    best, column = log_p.max(dim=-1)
-    decoded = networks.to_token_ids(column)
+    best = likeliest(predicted.logits.unflatten(0, (packing.num_rows, num_slots))[:, :num_checked])
+    decoded = networks.to_token_ids(best.column)
     draft_number = torch.arange(1, num_checked + 1, device=networks.device)
     checked = drafts.token_ids[:, :num_checked]
     differs = (decoded != checked) & (draft_number[None, :] > drafts.num_frozen[:, None])
@@ -136,7 +136,7 @@ def refresh(sequence: DraftSequence, drafts: Drafts, max_slots: int | None = Non
     first = torch.where(differs, draft_number[None, :], agreed).amin(dim=1)  # [R]
     replaced = differs & (draft_number[None, :] == first[:, None])
     drafts.token_ids[:, :num_checked] = torch.where(replaced, decoded, checked)
-    drafts.confidences[:, :num_checked] = torch.where(replaced, best.exp(), drafts.confidences[:, :num_checked])
+    drafts.confidences[:, :num_checked] = torch.where(replaced, best.log_p.exp(), drafts.confidences[:, :num_checked])
     drafts.num_frozen = torch.maximum(first, drafts.num_frozen)
 
 

@@ -19,7 +19,7 @@ import torch
 logger = logging.getLogger("jetspec.kernels")
 
 SOURCE = Path(__file__).with_name("linear.c")
-HEADERS = ("pool", "layer_body", "int8", "attention", "attention_body", "stack_body")
+HEADERS = ("pool", "layer_body", "int8", "attention", "attention_body", "likeliest_body", "stack_body")
 PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in HEADERS))
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-std=gnu11")
 NEEDED_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl")
@@ -93,6 +93,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for attend in (library.jetspec_attend_bf16, library.jetspec_attend_fp32):
         attend.argtypes = [pointer, pointer, pointer, number, number, pointer]
         attend.restype = ctypes.c_int
+    for likeliest in (library.jetspec_likeliest_bf16, library.jetspec_likeliest_fp32):
+        likeliest.argtypes, likeliest.restype = [pointer, number, number, pointer, pointer], None
     library.jetspec_set_threads.argtypes, library.jetspec_set_threads.restype = [ctypes.c_int], ctypes.c_int
     library.jetspec_pack_mask.argtypes = [pointer, number, number, pointer]
     library.jetspec_store.argtypes = [pointer, number, number, pointer, number, pointer, number]

@@ -47,14 +47,20 @@ static inline void store_fp32(float *out, __m512 low, __m512 high, __mmask32 lan
     _mm512_mask_storeu_ps(out + 16, (__mmask16)(lanes >> 16), high);
 }
 
+static inline __m512 take_bf16(const uint16_t *from, __mmask16 lanes) {
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+static inline __m512 take_fp32(const float *from, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
+
 /* Up to STEP values of a row as fp32, zeros behind them. */
 static inline void widen_bf16(float *to, const uint16_t *from, long count) {
-    __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)first_lanes(count), from));
-    _mm512_store_ps(to, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+    _mm512_store_ps(to, take_bf16(from, (__mmask16)first_lanes(count)));
 }
 
 static inline void widen_fp32(float *to, const float *from, long count) {
-    _mm512_store_ps(to, _mm512_maskz_loadu_ps((__mmask16)first_lanes(count), from));
+    _mm512_store_ps(to, take_fp32(from, (__mmask16)first_lanes(count)));
 }
 
 static inline void load_bf16(const uint16_t *w, __m512 *first, __m512 *second) {
@@ -267,6 +273,7 @@ typedef struct {
 
 #define TYPE uint16_t
 #define ELEMENT(x) x##_bf16
+#define TAKE take_bf16
 #define WIDEN(value) WIDEN_BF16(value)
 #define NARROW_ROW narrow_row_bf16
 #define NAME(x) x##_bf16
@@ -274,6 +281,7 @@ typedef struct {
 #define ROOM room_for
 #include "layer_body.h"
 #include "attention_body.h"
+#include "likeliest_body.h"
 #include "stack_body.h"
 #undef NAME
 #undef PRODUCT
@@ -291,11 +299,13 @@ typedef struct {
 #endif
 #undef TYPE
 #undef ELEMENT
+#undef TAKE
 #undef WIDEN
 #undef NARROW_ROW
 
 #define TYPE float
 #define ELEMENT(x) x##_fp32
+#define TAKE take_fp32
 #define WIDEN(value) WIDEN_FP32(value)
 #define NARROW_ROW narrow_row_fp32
 #define NAME(x) x##_fp32
@@ -303,6 +313,7 @@ typedef struct {
 #define ROOM room_for
 #include "layer_body.h"
 #include "attention_body.h"
+#include "likeliest_body.h"
 #include "stack_body.h"
 #undef NAME
 #undef PRODUCT

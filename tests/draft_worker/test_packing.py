@@ -74,7 +74,7 @@ def row_states(sequence: DraftSequence, num_accepted: int) -> tuple[Tensor, Tens
     drafts = drafts_with(sequence, [num_accepted], [77], torch.full((1, GAMMA), 12), GAMMA)
     refine(sequence, drafts)
     slots = torch.cat((drafts.anchors, torch.full((GAMMA - 1,), 12)))
-    return drafts.confidences, predict(sequence, drafts.packing, slots).log_p
+    return drafts.confidences, predict(sequence, drafts.packing, slots).logits.log_softmax(-1)
 
 
 @pytest.mark.parametrize("num_accepted", [0, 2, 3])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from draft_worker import refinement
-from draft_worker.foresight import Foresight, foresee, predict
+from draft_worker.foresight import PredictedRows, foresee, predict
 from draft_worker.packing import Packing, pack_outcomes
 from draft_worker.refinement import Drafts, refine, refresh
 from draft_worker.sequence import DraftSequence
@@ -22,13 +22,13 @@ class ScriptedDecoder:
     def __init__(self, says: list[list[int]]) -> None:
         self.says = says
 
-    def __call__(self, sequence: DraftSequence, packing: Packing, token_ids: Tensor) -> Foresight:
-        foresight = predict(sequence, packing, token_ids)
-        log_p = torch.full_like(foresight.log_p, -9.0).unflatten(0, (packing.num_rows, packing.num_slots))
+    def __call__(self, sequence: DraftSequence, packing: Packing, token_ids: Tensor) -> PredictedRows:
+        predicted = predict(sequence, packing, token_ids)
+        logits = torch.zeros_like(predicted.logits).unflatten(0, (packing.num_rows, packing.num_slots))
         for row, tokens in enumerate(self.says):
             for slot, token_id in enumerate(tokens):
-                log_p[row, slot, token_id] = -0.1
-        return Foresight(foresight.taps, log_p.flatten(0, 1))
+                logits[row, slot, token_id] = 7.096  # a probability of 0.9048 among 128
+        return PredictedRows(predicted.taps, logits.flatten(0, 1))
 
 
 def make_drafts(models: TinyModels, kind: DraftKind, rows: list[list[int]]) -> tuple[DraftSequence, Drafts]:
