@@ -10,6 +10,7 @@ from server.build import package_version
 from server.errors import REQUEST_ID_HEADER, install_handlers
 from server.middleware import METRICS_PATH, OPEN_PATHS, KeyCheck, PathNormaliser, RequestIds, RequestLimits
 from server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from server.page import PAGE_PATHS
 from server.routes import create_router
 from server.state import ServerState
 
@@ -32,7 +33,9 @@ def _add_layers(app: FastAPI, state: ServerState) -> None:
     config = state.config
     app.add_middleware(RequestLimits, max_headers=config.h11_max_header_count, max_body_bytes=config.max_body_bytes)
     if state.keys.are_required:
-        open_paths = OPEN_PATHS if config.metrics_require_auth else {*OPEN_PATHS, METRICS_PATH}
+        open_paths = OPEN_PATHS if config.metrics_require_auth else OPEN_PATHS | {METRICS_PATH}
+        if not config.disable_page:
+            open_paths |= PAGE_PATHS
         app.add_middleware(KeyCheck, keys=state.keys, open_paths=open_paths)
     app.add_middleware(PathNormaliser)
     if config.allowed_origins:  # before the keys: a browser asks for permission without them

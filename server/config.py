@@ -234,6 +234,7 @@ class ServeConfig:
     ssl_cert_reqs: int = http_setting(0, _integer(0, 2), "client certificates: 0 not asked for, 1 optional, 2 required")
     enable_request_id_headers: bool = http_setting(True, _switch, "answer with the X-Request-Id of the request, or one")
     disable_fastapi_docs: bool = http_setting(False, _switch, "no /docs and no /openapi.json")
+    disable_page: bool = http_setting(False, _switch, "no chat page at /")
     vllm_metrics: bool = http_setting(False, _switch, "show the metrics under vLLM's names, too")
     shutdown_timeout: float = http_setting(30.0, _number(0.0, 3600.0), "seconds running requests get after SIGTERM")
     startup_timeout: float = setting(900.0, _number(1.0, 86400.0), "seconds the workers may take to load")

@@ -14,6 +14,7 @@ from server.errors import ApiError, invalid, json_response
 from server.generation import GenerationRun, add_generation
 from server.metrics import CONTENT_TYPE
 from server.openai_types import CompletionBody, DetokenizeBody, TokenizeBody
+from server.page import add_page
 from server.parsing import body_schema
 from server.preparation import prepare_completion
 from server.prompts import chat_prompt, check_token_ids, text_prompt
@@ -31,6 +32,8 @@ def create_router(state: ServerState) -> APIRouter:
     _add_tokens(router, state)
     _add_models(router, state)
     _add_operations(router, state)
+    if not state.config.disable_page:
+        add_page(router)
     return router
 
 

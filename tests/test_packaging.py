@@ -49,6 +49,8 @@ def test_wheel_carries_packages_and_weights(tmp_path: Path) -> None:
     assert shipped
     for path in shipped:
         assert f"modeling/{path.relative_to(ROOT)}" in names
+    page = {f"server/static/{path.name}" for path in (ROOT / "server" / "static").iterdir()}
+    assert page and page <= names
     assert not any(name.startswith(("tests/", "docs/", "deploy/")) for name in names)
 
 
