@@ -221,3 +221,19 @@ def test_more_than_one_http_process_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_model_given_twice_is_refused(capsys: Any) -> None:
     assert main(["serve", "one", "--model", "two"]) == 2
     assert "--model: the model was given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_a_stopped_verifier_is_no_healthy_server(start: ProcessFactory, is_busy: bool) -> None:
+    """S30: its process is alive and answers nothing."""
+    async with start("--watchdog-timeout", "0.5", FAKE_ROUND_S="0.02") as server:
+        await server.wait_until_ready()
+        request = asyncio.create_task(server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 400}))
+        if is_busy:
+            await server.wait_for_metric("jetspec_num_requests_running 1.0")
+        else:
+            await request
+        os.kill(server.workers()["verifier"], signal.SIGSTOP)
+        await server.wait_until_unhealthy()
+        assert (await request).status_code == (503 if is_busy else 200)
+        assert await server.exit_status() == 1
