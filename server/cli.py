@@ -1,4 +1,4 @@
-"""The command line: `jetspecpp serve | generate | exactness | train | eval | bench | trace | version`.
+"""The command line: `jetspecpp serve | generate | exactness | train | eval | bench | doctor | trace | version`.
 
 Only parsing happens here; what a command needs is imported when it runs, so that `--help` and mistakes are answered at
 once. Exit status: 0 done, 1 failed, 2 wrong input.
@@ -16,7 +16,13 @@ EXIT_FAILURE = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 
-PASSED_ON = {"train": "training", "eval": "evaluation", "bench": "evaluation.bench", "trace": "evaluation.trace"}
+PASSED_ON = {
+    "train": "training",
+    "eval": "evaluation",
+    "bench": "evaluation.bench",
+    "trace": "evaluation.trace",
+    "doctor": "evaluation.doctor",
+}
 """Commands of packages that the server may not import."""
 
 
@@ -66,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train the drafting networks for a target (jetspecpp train --help)")
     commands.add_parser("eval", help="measure acceptance lengths and hit rates offline (jetspecpp eval --help)")
     commands.add_parser("bench", help="measure methods and peers over HTTP (jetspecpp bench --help)")
+    commands.add_parser("doctor", help="check models and machine, explain the speed-up (jetspecpp doctor --help)")
     commands.add_parser("trace", help="draw rounds of a trace of serve --trace-dir (jetspecpp trace --help)")
     commands.add_parser("version", help="print the version")
     return parser

@@ -71,8 +71,8 @@ class Client:
         answer = self._post("/tokenize", {"prompt": "a"})
         return int(answer["max_model_len"])
 
-    def generate(self, prompt_token_ids: list[int], max_tokens: int) -> Generation:
-        """Greedy decoding of one prompt, streamed."""
+    def generate(self, prompt_token_ids: list[int], max_tokens: int, **options: object) -> Generation:
+        """One prompt, streamed; greedy decoding unless the options, which are further fields of the request, differ."""
         body = {
             "prompt": prompt_token_ids,
             "max_tokens": max_tokens,
@@ -80,6 +80,7 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            **options,
         }
         try:
             sent = time.perf_counter()

@@ -1,0 +1,1 @@
+"""`jetspecpp doctor`: whether models, files and machine go together, and why speculation gains what it gains here."""
