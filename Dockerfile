@@ -17,7 +17,8 @@ RUN apt-get update \
 WORKDIR /source
 COPY . .
 # The Makefile's own install, into a folder that the second stage takes over; the package as a wheel, without tools.
-RUN GIT_COMMIT="${GIT_COMMIT}" make install VENV=/opt/jetspecpp INSTALL=. TORCH_INDEX="${TORCH_INDEX}" PIP_NO_CACHE_DIR=1
+RUN GIT_COMMIT="${GIT_COMMIT}" make install VENV=/opt/jetspecpp INSTALL="'.[otel]'" \
+    TORCH_INDEX="${TORCH_INDEX}" PIP_NO_CACHE_DIR=1
 # A CPU build of torch in a GPU image would start, and then serve at a hundredth of the speed.
 RUN if [ "${ACCELERATOR}" = cuda ]; then \
         /opt/jetspecpp/bin/python -c 'import torch; assert torch.version.cuda, "this torch has no CUDA: set TORCH_INDEX"'; \

@@ -123,7 +123,8 @@ class RoundResult(WireMessage):
 
     Times of the block that was verified, each measured within one process, None where they do not apply: `draft_s`,
     what the drafter took for the cache in which the block was looked up; `fallback_s`, what it took for a fallback
-    block; `transport_s`, what the verifier waited for a block beyond the drafter's own time.
+    block; `transport_s`, what the verifier waited for a block beyond the drafter's own time. `queue_s`, of a prefill:
+    what the sequence had waited for a slot.
     """
 
     kind: Literal["round_result"] = "round_result"
@@ -140,6 +141,7 @@ class RoundResult(WireMessage):
     draft_s: Seconds | None = None
     fallback_s: Seconds | None = None
     transport_s: Seconds | None = None
+    queue_s: Seconds | None = None
     alone_because: AloneReason | None = None
     logprobs: Annotated[list[TokenLogprobs], Field(max_length=MAX_DRAFT_TOKENS + 1, fail_fast=True)] | None = None
 

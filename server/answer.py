@@ -4,7 +4,7 @@ Knows nothing of HTTP: a response is made of the pieces and of what the choices 
 """
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -39,6 +39,31 @@ class Plan:
     needs_engine: bool = True
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """When a request got where, by `time.perf_counter`; None where it never came.
+
+    Of several sequences the one that was read first counts: it was admitted to a slot, and its prompt was read with the
+    first token at `prefilled_at`.
+    """
+
+    submitted_at: float
+    admitted_at: float | None
+    prefilled_at: float | None
+    ended_at: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a request that reached the engine ended; `finish_reasons` has one entry a sequence."""
+
+    finish: FinishLabel
+    finish_reasons: list[str]
+    usage: Usage
+    counts: RoundCounts
+    timeline: Timeline
+
+
 @dataclass
 class _Arrivals:
     """When the tokens of one sequence came."""
@@ -50,11 +75,22 @@ class _Arrivals:
 class Answer:
     """The answer to one request. Enter it to submit the request; leaving it early aborts what still runs."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, plan: Plan, arrived_at: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        plan: Plan,
+        arrived_at: float,
+        on_end: Callable[[Outcome], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._plan = plan
         self._arrived_at = arrived_at
+        self._on_end = on_end
+        self._submitted_at = arrived_at
+        self._admitted_at: float | None = None
+        self._prefilled_at: float | None = None
         self._generation: Generation | None = None
         self.choices = [
             Choice(index, request, plan.text, opening)
@@ -63,6 +99,7 @@ class Answer:
         self._arrivals = [_Arrivals() for _ in self.choices]
 
     async def __aenter__(self) -> Self:
+        self._submitted_at = time.perf_counter()
         self._generation = self._engine.submit(*(self._plan.requests if self._plan.needs_engine else ()))
         return self
 
@@ -74,8 +111,11 @@ class Answer:
         if self.is_complete:
             for choice, arrivals in zip(self.choices, self._arrivals, strict=True):
                 self._observe_token_time(choice, arrivals)
-        elapsed_s = time.perf_counter() - self._arrived_at
-        self._metrics.request_ended(self._finish_label(error), self.usage.num_generated_tokens, elapsed_s)
+        outcome = self._outcome(self._finish_label(error))
+        elapsed_s = outcome.timeline.ended_at - self._arrived_at
+        self._metrics.request_ended(outcome.finish, outcome.usage.num_generated_tokens, elapsed_s)
+        if self._on_end is not None:
+            self._on_end(outcome)
 
     @property
     def is_complete(self) -> bool:
@@ -126,6 +166,7 @@ class Answer:
                     raise RequestFailed("internal_error", "the verifier gave the request up")
                 return choice.finish(item.event)
             case RoundResult():
+                self._note_prefill(item.event)
                 piece = choice.absorb(item.event)
                 if piece.report is not None:
                     self._count_tokens(item.index, piece.report.label, len(piece.token_ids))
@@ -137,6 +178,21 @@ class Answer:
             return "error" if isinstance(error, EngineError) else "abort"
         reasons = {choice.ending.reason for choice in self.choices if choice.ending is not None}
         return "length" if "length" in reasons else "stop"
+
+    def _outcome(self, finish: FinishLabel) -> Outcome:
+        return Outcome(
+            finish=finish,
+            finish_reasons=[finish if choice.ending is None else choice.ending.reason for choice in self.choices],
+            usage=self.usage,
+            counts=self.counts,
+            timeline=Timeline(self._submitted_at, self._admitted_at, self._prefilled_at, time.perf_counter()),
+        )
+
+    def _note_prefill(self, result: RoundResult) -> None:
+        if self._prefilled_at is None:
+            self._prefilled_at = time.perf_counter()
+            if result.queue_s is not None:
+                self._admitted_at = min(self._submitted_at + result.queue_s, self._prefilled_at)
 
     def _count_tokens(self, index: int, label: TokenLabel, num_tokens: int) -> None:
         self._metrics.tokens_committed(label, num_tokens)

@@ -13,25 +13,28 @@ from server.openai_types import ChatBody, CompletionBody, DetokenizeBody, Tokeni
 from server.page import PAGE_PATHS
 from server.routes import create_router
 from server.state import ServerState
+from server.tracing import RequestTracing, SpanSink
 
 TITLE = "JetSpec++"
 
 
-def create_app(state: ServerState) -> FastAPI:
-    """The application that serves from `state`, which may still be loading."""
+def create_app(state: ServerState, spans: SpanSink | None = None) -> FastAPI:
+    """The application that serves from `state`, which may still be loading; `spans` gets one span a request."""
     docs = {"openapi_url": None, "docs_url": None} if state.config.disable_fastapi_docs else {}
     app = FastAPI(title=TITLE, version=package_version(), redirect_slashes=False, redoc_url=None, **docs)  # type: ignore[arg-type]
     install_handlers(app)
     app.include_router(create_router(state))
-    _add_layers(app, state)
+    _add_layers(app, state, spans)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
-def _add_layers(app: FastAPI, state: ServerState) -> None:
+def _add_layers(app: FastAPI, state: ServerState, spans: SpanSink | None) -> None:
     """Innermost first: each added layer comes before those already there."""
     config = state.config
     app.add_middleware(RequestLimits, max_headers=config.h11_max_header_count, max_body_bytes=config.max_body_bytes)
+    if spans is not None:  # within the keys: strangers make no spans
+        app.add_middleware(RequestTracing, spans=spans)
     if state.keys.are_required:
         open_paths = OPEN_PATHS if config.metrics_require_auth else OPEN_PATHS | {METRICS_PATH}
         if not config.disable_page:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn, get_args
+from urllib.parse import urlsplit
 
 DEMO_MODEL = "demo"
 MAX_LOGPROBS = 20
@@ -95,6 +96,14 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 def _text(text: str) -> str:
     if not text.strip():
         raise ValueError("must not be empty")
+    return text
+
+
+def _http_address(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"expected an address like http://host:4318, got {text!r}")
+    _ = parts.port  # raises ValueError for one that is none
     return text
 
 
@@ -236,6 +245,9 @@ class ServeConfig:
     disable_fastapi_docs: bool = http_setting(False, _switch, "no /docs and no /openapi.json")
     disable_page: bool = http_setting(False, _switch, "no chat page at /")
     vllm_metrics: bool = http_setting(False, _switch, "show the metrics under vLLM's names, too")
+    otlp_traces_endpoint: str | None = http_setting(
+        None, _http_address, "OpenTelemetry collector that gets a span per request, over HTTP (needs the extra otel)"
+    )
     shutdown_timeout: float = http_setting(30.0, _number(0.0, 3600.0), "seconds running requests get after SIGTERM")
     startup_timeout: float = setting(900.0, _number(1.0, 86400.0), "seconds the workers may take to load")
     watchdog_timeout: float = setting(30.0, _number(0.1, 3600.0), "seconds without progress before a worker is stuck")

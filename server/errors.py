@@ -139,6 +139,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
+        request.scope.setdefault("state", {})["error_code"] = error.code  # for the request's span
         return error.response()
 
     async def on_http_error(request: Request, error: Exception) -> Response:

@@ -32,6 +32,7 @@ from server.reading import read_body
 from server.rendering import AnswerFormat, Content, WholeChoice, statistics_body
 from server.state import ServerState, Serving
 from server.streaming import ClientDisconnected, EventStream, run_while_connected
+from server.tracing import RequestTrace, trace_of
 
 
 def add_generation(router: APIRouter, state: ServerState) -> None:
@@ -44,7 +45,8 @@ def add_generation(router: APIRouter, state: ServerState) -> None:
         serving = state.serving()
         body = await read_body(request, CompletionBody, state)
         prepared = await prepare_completion(body, serving, state.seeds)
-        run = GenerationRun(state, serving, prepared, "completion", arrived_at)
+        trace = trace_of(request)
+        run = GenerationRun(state, serving, prepared, "completion", arrived_at, trace)
         return await run.respond(request, body.stream is True)
 
     @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
@@ -54,7 +56,8 @@ def add_generation(router: APIRouter, state: ServerState) -> None:
         serving = state.serving()
         body = await read_body(request, ChatBody, state)
         prepared = await prepare_chat(body, serving, state.seeds)
-        run = GenerationRun(state, serving, prepared, "chat", arrived_at)
+        trace = trace_of(request)
+        run = GenerationRun(state, serving, prepared, "chat", arrived_at, trace)
         return await run.respond(request, body.stream is True)
 
 
@@ -68,15 +71,18 @@ class GenerationRun:
         prepared: Prepared,
         kind: Literal["completion", "chat"],
         arrived_at: float,
+        trace: RequestTrace,
     ) -> None:
         self._state = state
         self._serving = serving
         self._prepared = prepared
         self._arrived_at = arrived_at
+        self._trace = trace
         self._format = AnswerFormat(kind, prepared, serving.model.tokenizer, serving.fingerprint)
 
     async def respond(self, request: Request, is_stream: bool) -> Response:
         """The response; a client that leaves ends the generation in either form."""
+        self._trace.prepared(self._prepared, self._format.response_id, is_stream)
         if is_stream:
             return EventStream(self._chunks(), self._state.metrics.disconnects.inc)
         try:
@@ -92,7 +98,8 @@ class GenerationRun:
         return self._prepared.plan.requests[0].num_prompt_logprobs is not None
 
     def _answer(self) -> Answer:
-        return Answer(self._serving.engine, self._state.metrics, self._prepared.plan, self._arrived_at)
+        engine, metrics, plan = self._serving.engine, self._state.metrics, self._prepared.plan
+        return Answer(engine, metrics, plan, self._arrived_at, self._trace.answered)
 
     async def whole(self) -> Content:
         """The answer in one piece; raises `ApiError`."""
@@ -153,6 +160,11 @@ class GenerationRun:
             raise self._refusal(error) from None
 
     def _refusal(self, error: EngineError) -> ApiError:
+        refusal = self._as_api_error(error)
+        self._trace.failed(refusal)
+        return refusal
+
+    def _as_api_error(self, error: EngineError) -> ApiError:
         rejections = self._state.metrics.rejections
         params = self._prepared.params
         if isinstance(error, QueueFull):

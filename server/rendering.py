@@ -197,14 +197,16 @@ class AnswerFormat:
 
     # --- parts
 
+    @property
+    def response_id(self) -> str:
+        """The `id` of the answer, the same in every chunk."""
+        prefix = "cmpl-" if self.kind == "completion" else "chatcmpl-"
+        return prefix + (self.prepared.request_id or self.identifier)
+
     def _head(self, is_chunk: bool) -> Content:
-        if self.kind == "completion":
-            prefix, name = "cmpl-", "text_completion"
-        else:
-            prefix, name = "chatcmpl-", "chat.completion" + (".chunk" if is_chunk else "")
-        identifier = prefix + (self.prepared.request_id or self.identifier)
+        name = "text_completion" if self.kind == "completion" else "chat.completion" + (".chunk" if is_chunk else "")
         return {
-            "id": identifier,
+            "id": self.response_id,
             "object": name,
             "created": self.created,
             "model": self.prepared.model_name,

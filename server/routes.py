@@ -21,6 +21,7 @@ from server.prompts import chat_prompt, check_token_ids, text_prompt
 from server.reading import read_body
 from server.rendering import Content
 from server.state import ServerState, Serving
+from server.tracing import RequestTrace
 
 PROBE_LIMIT_S = 10.0
 
@@ -148,7 +149,9 @@ async def _probe(state: ServerState) -> str:
         async with asyncio.timeout(PROBE_LIMIT_S):
             serving = state.serving()
             prepared = await prepare_completion(body, serving, state.seeds)
-            await GenerationRun(state, serving, prepared, "completion", time.perf_counter()).whole()
+            await GenerationRun(
+                state, serving, prepared, "completion", time.perf_counter(), RequestTrace("text_completion")
+            ).whole()
     except TimeoutError:
         return f"no token within {PROBE_LIMIT_S:g} s"
     except ApiError as error:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -25,6 +26,7 @@ from server.metrics import Metrics
 from server.service import Service, StartupError, open_service
 from server.state import ServerState
 from server.supervisor import WorkerCommands
+from server.tracing import SpanSink, open_spans
 
 logger = logging.getLogger("jetspec.serve")
 
@@ -32,6 +34,7 @@ BACKLOG = 2048
 CONNECTION_GRACE_S = 5
 MOMENT_FOR_LAST_EVENTS_S = 1.0
 DRAIN_POLL_S = 0.05
+LAST_SPANS_LIMIT_S = 3.0
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -116,11 +119,11 @@ def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
-def http_server(state: ServerState) -> HttpServer:
+def http_server(state: ServerState, spans: SpanSink | None = None) -> HttpServer:
     """The HTTP server for a state. h11 because the other parser takes headers without limit."""
     settings = state.config
     config = uvicorn.Config(
-        create_app(state),
+        create_app(state, spans),
         http="h11",
         ws="none",
         lifespan="off",
@@ -141,23 +144,30 @@ def http_server(state: ServerState) -> HttpServer:
 def run(config: ServeConfig, commands: WorkerCommands | None = None) -> int:
     """Serve until a signal or a lost verifier; returns the exit status.
 
-    Raises `ConfigError` for keys or certificates that cannot be used, and `StartupError` for an address.
+    Raises `ConfigError` for keys, certificates or a tracing that cannot be used, and `StartupError` for an address.
     """
     check_certificates(config)
     keys = load_keys(config)
+    spans = open_spans(config.otlp_traces_endpoint, os.environ)
     listener = bind_socket(config.host, config.port)
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     logger.info("listening on %s://%s:%d, loading the model", scheme, host, port)
     if not keys.are_required and not _is_loopback(host):
         logger.warning("no --api-key is set: whoever reaches %s:%d can use this server", host, port)
-    return asyncio.run(_serve(config, keys, listener, commands))
+    return asyncio.run(_serve(config, keys, listener, commands, spans))
 
 
-async def _serve(config: ServeConfig, keys: ApiKeys, listener: socket.socket, commands: WorkerCommands | None) -> int:
+async def _serve(
+    config: ServeConfig,
+    keys: ApiKeys,
+    listener: socket.socket,
+    commands: WorkerCommands | None,
+    spans: SpanSink | None,
+) -> int:
     metrics = Metrics(config.num_speculative_tokens)
     state = ServerState(config, metrics, keys=keys)
-    server = http_server(state)
+    server = http_server(state, spans)
     signals = Signals()
     with signals.installed():
         http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
@@ -169,6 +179,17 @@ async def _serve(config: ServeConfig, keys: ApiKeys, listener: socket.socket, co
             await asyncio.wait({http}, timeout=CONNECTION_GRACE_S + 1.0)
             http.cancel()
             await asyncio.gather(http, return_exceptions=True)
+            if spans is not None:
+                await _send_last_spans(spans, signals)
+
+
+async def _send_last_spans(spans: SpanSink, signals: Signals) -> None:
+    """Wait until the last spans are out, the time is over, or a second signal comes."""
+    closing = spans.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_SPANS_LIMIT_S):
+            while closing.is_alive() and not signals.second.is_set():
+                await asyncio.sleep(DRAIN_POLL_S)
 
 
 async def _run_service(

@@ -411,6 +411,7 @@ class VerifyWorker:
                 draft_s=times.draft_s,
                 fallback_s=times.fallback_s,
                 transport_s=times.transport_s,
+                queue_s=sequence.admitted_at - sequence.arrived_at if source == "prefill" else None,
                 alone_because=sequence.alone_because if source == "autoregressive" else None,
             )
         )

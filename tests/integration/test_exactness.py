@@ -175,6 +175,8 @@ def test_several_requests_at_once(models: TinyModels) -> None:
         engine.gate_on_version(2)
         texts = engine.compare(jobs)
         waits = [text.end.queue_s for text in texts]
+        assert [text.rounds[0].queue_s for text in texts] == waits
+        assert all(item.queue_s is None for text in texts for item in text.rounds[1:])
         slots = [
             record.message.slot
             for record in peer_messages(engine.peer.sent, OpenSequence)

@@ -220,6 +220,7 @@ class FakeVerifier:
             cache_version=1 if is_drafted else 0,
             draft_s=0.003 if is_drafted and number > 1 else None,
             fallback_s=0.004 if outcome == "miss" else None,
+            queue_s=0.001 if outcome == "prefill" else None,
             transport_s=0.0002 if outcome in ("miss", "late_hit") else None,
             alone_because=None if outcome != "autoregressive" else "timeout" if submit.speculative else "switched_off",
             logprobs=None if num_top is None else [made_up_logprobs(token_id, num_top) for token_id in kept],
