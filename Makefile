@@ -18,10 +18,10 @@ MANIFESTS := $(filter-out %/kustomization.yaml %/servicemonitor.yaml %/scaledobj
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve fmt check test lock clean
+.PHONY: help install serve fmt check test test-page lock clean
 
 help:
-	@echo "make install | serve | fmt | check | test | lock | clean"
+	@echo "make install | serve | fmt | check | test | test-page | lock | clean"
 
 install: $(STAMP)
 
@@ -48,6 +48,11 @@ check: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# The page in headless Chromium; on Debian: apt-get install chromium chromium-driver
+test-page: install
+	$(PIP) install --quiet --constraint requirements.lock 'selenium>=4.30,<5'
+	$(BIN)/python -m pytest tests/server/test_page_browser.py
 
 # Resolve the newest versions that pyproject.toml admits, without installing them. The lock names no build of torch
 # (+cpu, +cu130): a constraint on 2.13.0 admits each of them.

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from evaluation.bench.client import Client
 from evaluation.bench.errors import ContestantFailed, WrongInput
+from server.config import ENVIRONMENT_PREFIX, http_flags
 
 READY_LIMIT_S = 900.0
 POLL_S = 0.1
@@ -49,6 +50,7 @@ class ServerProcess:
             text=True,
             start_new_session=True,
             preexec_fn=_end_with_parent,
+            env=_environment(os.environ),
         )
         return self
 
@@ -92,6 +94,12 @@ class ServerProcess:
         lines = [line for line in self.log().splitlines() if line.strip()]
         faults = [line for line in lines if re.search(r"\bERROR\b|jetspecpp:|Error: ", line)]
         return " | ".join((faults or lines)[-LOG_TAIL_LINES:]) or "it said nothing"
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables of a public server, such as its keys and certificates: this one has a single client."""
+    left_out = {ENVIRONMENT_PREFIX + name.upper() for name in http_flags()}
+    return {name: value for name, value in environment.items() if name not in left_out}
 
 
 def _end_with_parent() -> None:

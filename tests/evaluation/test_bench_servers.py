@@ -48,6 +48,14 @@ def test_a_server_starts_and_leaves_nothing(folder: Path) -> None:
     assert process.poll() is not None
 
 
+def test_variables_of_a_public_server_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"API_KEY": "alpha", "METRICS_REQUIRE_AUTH": "1", "HOST": "0.0.0.0", "METHOD": "ar"}.items():
+        monkeypatch.setenv(f"JETSPEC_{name}", value)
+    with ServerProcess(["--model", str(folder)], COMMAND) as server:
+        server.wait_until_ready(needs_drafter=False, limit_s=LIMIT_S)
+        assert server.client.generate([5], 4).num_tokens == 4
+
+
 def test_a_server_that_does_not_start_says_why(folder: Path) -> None:
     with (
         ServerProcess(["--model", str(folder), "--method", "jetspec++"], COMMAND) as server,
