@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from evaluation.plotting import new_figure, save
+from evaluation.plotting import new_figure, save_all
 from evaluation.records import Row
 from evaluation.results import Results
 
@@ -26,13 +26,7 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
         "acceptance.png": lambda: acceptance_by_position(rows),
         "hit-rate.png": lambda: hit_rate_by_cache_size(results),
     }
-    written = []
-    for name, draw in pictures.items():
-        figure = draw()
-        if figure is not None:
-            save(figure, folder / name)
-            written.append(folder / name)
-    return written
+    return save_all(pictures, folder)
 
 
 def tau_by_method(rows: Sequence[Row]) -> "Figure | None":

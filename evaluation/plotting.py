@@ -1,5 +1,6 @@
 """The one place that imports matplotlib, which is optional; figures are made without a display."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,3 +30,14 @@ def save(figure: "Figure", path: Path) -> None:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise PlotsUnavailable(f"{path}: {error}") from None
+
+
+def save_all(pictures: Mapping[str, "Callable[[], Figure | None]"], folder: Path) -> list[Path]:
+    """Draw every picture that its results allow for, by file name; raises `PlotsUnavailable`."""
+    written = []
+    for name, draw in pictures.items():
+        figure = draw()
+        if figure is not None:
+            save(figure, folder / name)
+            written.append(folder / name)
+    return written

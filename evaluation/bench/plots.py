@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from evaluation.bench.contestants import CACHED_METHOD
 from evaluation.bench.report import Report
 from evaluation.bench.rows import Row
-from evaluation.plotting import new_figure, save
+from evaluation.plotting import new_figure, save_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,13 +25,7 @@ def write_plots(report: Report, folder: Path) -> list[Path]:
         "hit-rate.png": lambda: hit_rate_by_cache_size(rows),
         "concurrency.png": lambda: concurrency(report),
     }
-    written = []
-    for name, draw in pictures.items():
-        figure = draw()
-        if figure is not None:
-            save(figure, folder / name)
-            written.append(folder / name)
-    return written
+    return save_all(pictures, folder)
 
 
 def speedup_bars(rows: Sequence[Row]) -> "Figure | None":
