@@ -7,7 +7,7 @@ of them on equally many prompts, give or take a few.
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from evaluation.crew import measuring
 from evaluation.laboratory import LaboratoryOptions, Task
@@ -25,15 +25,19 @@ class Study:
     temperatures: tuple[float, ...]
     minutes: float | None = None
 
+    @property
+    def units(self) -> list[Unit]:
+        """Every data set at every temperature."""
+        return [Unit(dataset, temperature) for dataset in self.prompts for temperature in self.temperatures]
+
     def tasks(self) -> list[Task]:
         """All work, some prompts of every unit before more of any."""
         longest = max(len(prompts) for prompts in self.prompts.values())
         return [
-            Task(Unit(dataset, temperature), start, tuple(prompts[start : start + PROMPTS_AT_A_TIME]))
+            Task(unit, start, tuple(self.prompts[unit.dataset][start : start + PROMPTS_AT_A_TIME]))
             for start in range(0, longest, PROMPTS_AT_A_TIME)
-            for dataset, prompts in self.prompts.items()
-            for temperature in self.temperatures
-            if start < len(prompts)
+            for unit in self.units
+            if start < len(self.prompts[unit.dataset])
         ]
 
 
@@ -41,7 +45,7 @@ class Study:
 class Outcome:
     """What a run has measured. `is_interrupted`: somebody stopped it; a time limit that ran out is no interruption."""
 
-    records: Records = field(default_factory=Records)
+    records: Records
     is_interrupted: bool = False
 
 
@@ -52,11 +56,11 @@ def run_study(
     save: Callable[[Records], None],
 ) -> Outcome:
     """Measure until all is done, time is up or somebody interrupts. `save` is called after every round of tasks."""
-    outcome = Outcome()
+    outcome = Outcome(Records(study.units))
     tasks = study.tasks()
     total = sum(len(task.prompts) for task in tasks)
     started, progress = time.monotonic(), _Progress(total, study.minutes)
-    per_round = PROMPTS_AT_A_TIME * len(study.prompts) * len(study.temperatures)
+    per_round = PROMPTS_AT_A_TIME * len(study.units)
     try:
         with measuring(options, tasks, num_workers) as results:
             for done, measured in enumerate(results, start=1):

@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +29,7 @@ from evaluation.provenance import describe_run
 from evaluation.replay import Variant
 from modeling.kernels.int8 import choose_quantization
 from protocol.worker_config import DraftMethodName
+from server.build import identify
 from server.models import ModelError, check_draft_folder, default_weights, resolve, weights_folder
 
 OURS: DraftMethodName = "jetspec++"
@@ -107,6 +108,7 @@ def plan_acceptance(parsed: argparse.Namespace) -> AcceptancePlan:
         "drafting weights": settings.quantization,
         "prompts": f"first {num_prompts} of the fixed shuffle, at most {max_tokens} tokens a turn",
         "calibrated budgets": ", ".join(map(str, calibrations)) or "none",
+        "weights": ", ".join(_revisions(files)),
     }
     return AcceptancePlan(
         Study(prompts, temperatures, minutes),
@@ -116,6 +118,14 @@ def plan_acceptance(parsed: argparse.Namespace) -> AcceptancePlan:
         about,
         notes,
     )
+
+
+def _revisions(files: Mapping[DraftMethodName, ContestantFiles]) -> Iterator[str]:
+    """Every method with an id of its weights."""
+    for name, found in files.items():
+        yield f"{name} {identify('draft', found.draft).revision}"
+        if found.adapter is not None:
+            yield f"its adapter {identify('adapter', found.adapter).revision}"
 
 
 def _methods(parsed: argparse.Namespace, notes: list[str]) -> tuple[DraftMethodName, ...]:

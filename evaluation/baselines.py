@@ -53,7 +53,9 @@ class AutoregressiveReplay:
         self._text = text
         self._first = len(text.prompt_token_ids)
         tokens = text.drawn_token_ids
-        logits = block_logits(runner, runner.new_cache(len(tokens)), 0, tokens)[self._first :]  # after each drawn token
+        logits = block_logits(runner, runner.new_cache(len(tokens)), 0, tokens)[
+            self._first :
+        ].cpu()  # after each drawn token
         self._drafts: list[int] = runner.head.token_ids[logits.argmax(dim=1)].tolist()
         drawn = tokens[self._first + 1 :]
         columns = torch.tensor([runner.head.column(token_id) for token_id in drawn], dtype=torch.long)

@@ -127,7 +127,10 @@ class SynchronousContestant:
 
 
 class AutoregressiveContestant:
-    """`ssd`, whose fan-out learns from round to round; every budget has its own statistics."""
+    """`ssd`, whose fan-out learns from round to round, as in the server; every budget has its own statistics.
+
+    So its hit rate depends a little on the texts that a process has seen before; τ does not.
+    """
 
     tap_layers: Sequence[int] = ()
     decoder_layers: Sequence[int] = ()

@@ -209,7 +209,7 @@ def _refresh(
     part = rows.take(sequence, chosen).drafts
     tokens, confidences, num_frozen = part.token_ids.clone(), part.confidences.clone(), part.num_frozen
     refresh(sequence, part, max_slots)
-    is_alone = torch.tensor([kinds[row] == "alone" for row in chosen])
+    is_alone = torch.tensor([kinds[row] == "alone" for row in chosen], device=part.token_ids.device)
     is_undone = is_alone & (part.token_ids != tokens).any(dim=1)
     part.token_ids = torch.where(is_undone[:, None], tokens, part.token_ids)
     part.confidences = torch.where(is_undone[:, None], confidences, part.confidences)

@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-UNKNOWN = "unknown"
+from server.build import GIT_LIMIT_S, ROOT, UNKNOWN, git_commit
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,18 @@ def describe_run() -> Provenance:
 
 
 def _commit() -> str:
-    """Short id of the checkout, marked where files differ from it; unknown outside a checkout."""
-    found = _git("rev-parse", "--short=10", "HEAD")
-    if not found:
-        return UNKNOWN
-    return f"{found} with changes" if _git("status", "--porcelain", "--untracked-files=no") else found
+    """Short id of the commit this code is from, marked where files of the checkout differ from it."""
+    found = git_commit()[:10]
+    return f"{found} with changes" if _has_changes() else found
 
 
-def _git(*arguments: str) -> str:
+def _has_changes() -> bool:
+    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GIT_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return False
+    return done.returncode == 0 and bool(done.stdout.strip())
 
 
 def _processor() -> str:

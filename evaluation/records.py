@@ -3,13 +3,16 @@
 Counts of prompts add up in any order, so that an interrupted run, or several processes, lose nothing. Knows no tables.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from decoding.observation import ObservedRound
 from evaluation.drafting import Refresh
 from evaluation.replay import States, Variant
 from evaluation.rounds import ReplayedRound, Tally
+
+MOST_OBSERVED = 2000
+"""Rounds of a data set and temperature that are kept for other selection rules, about 30 kB each."""
 
 FROM_TRUE_STATES = Variant("true", 0)
 """The variant of every method that drafts in one go, after verification."""
@@ -96,10 +99,10 @@ class Row:
 
 
 class Records:
-    """All counts."""
+    """All counts. `units`: the order in which rows come, whoever is measured first."""
 
-    def __init__(self) -> None:
-        self._tallies: dict[Unit, dict[Series, Tally]] = {}
+    def __init__(self, units: Iterable[Unit] = ()) -> None:
+        self._tallies: dict[Unit, dict[Series, Tally]] = {unit: {} for unit in units}
         self._prompts: dict[Unit, set[int]] = {}
         self.observed: dict[int, list[ObservedAt]] = {}
 
@@ -112,20 +115,20 @@ class Records:
         self._prompts.setdefault(measured.unit, set()).add(measured.number)
         for budget, observed in measured.observed.items():
             kept = self.observed.setdefault(budget, [])
-            kept += [ObservedAt(measured.unit, measured.number, item) for item in observed]
+            room = MOST_OBSERVED - sum(item.unit == measured.unit for item in kept)
+            kept += [ObservedAt(measured.unit, measured.number, item) for item in observed[: max(0, room)]]
 
     @property
-    def units(self) -> Sequence[Unit]:
-        """Those with results, in the order in which they came."""
+    def units(self) -> list[Unit]:
+        """All data sets and temperatures, in order."""
         return list(self._tallies)
 
-    def rows(self, units: Iterable[Unit] | None = None) -> list[Row]:
-        """All rows of some units; a series that saw no round is left out."""
-        chosen = self.units if units is None else list(units)
+    def rows(self) -> list[Row]:
+        """All rows; a series that saw no round is left out."""
         return [
             self._row(unit, series, tally)
-            for unit in chosen
-            for series, tally in self._tallies.get(unit, {}).items()
+            for unit, of_unit in self._tallies.items()
+            for series, tally in of_unit.items()
             if tally.num_rounds
         ]
 

@@ -38,7 +38,8 @@ from evaluation.texts import TargetText
 OFFLINE_CACHE_SIZE = 16
 """The paper's cache size in its offline tables."""
 
-NUM_DRAFT_ANCHORS = 32
+NUM_DRAFT_ANCHORS = 20
+"""Of each slot: as many as the largest cache can hold, the draft itself, and some that would end the text."""
 
 States = Literal["true", "served", "predicted", "copied"]
 """Where the context states of a block come from that stand between the last verified one and its anchor.

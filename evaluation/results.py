@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from decoding.calibration import Calibration
 from evaluation.layout import Table
-from evaluation.records import Records, Row
+from evaluation.records import Records, Row, Unit
 from evaluation.selection import SelectionRow, compare_rules
 from evaluation.tables import all_tables
 
@@ -35,6 +35,7 @@ class Results:
             for budget, observed in records.observed.items()
             for row in compare_rules(observed, budget, calibrations.get(budget))
         ]
+        selection.sort(key=lambda row: records.units.index(Unit(row.dataset, row.temperature)))
         return cls(about, records.rows(), selection)
 
     @property

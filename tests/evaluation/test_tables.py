@@ -144,7 +144,11 @@ def test_counts_of_prompts_add_up_in_any_order() -> None:
     (first, second) = forth.rows()
     assert (first.tau, first.num_rounds, first.num_prompts) == (7 / 3, 3, 2)
     assert first.hit_rate["1"] == pytest.approx(1 / 3) and first.hit_rate["4"] == 1.0
-    assert sorted(back.rows(), key=lambda r: r.temperature) == [first, second]
+    assert back.rows() == [second, first]
+    ordered = Records([unit, other])
+    for part in parts[::-1]:
+        ordered.add(part)
+    assert ordered.rows() == [first, second]
 
 
 RESULTS = Results(
