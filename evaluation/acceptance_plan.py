@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -84,12 +84,12 @@ def plan_acceptance(parsed: argparse.Namespace) -> AcceptancePlan:
     prompts = {dataset: load_prompts(dataset, parsed.prompts_dir, num_prompts) for dataset in datasets}
     target = resolve(parsed.model)
     files = {name: _files(parsed, name, budgets) for name in methods}
-    device = torch.device(parsed.device)
     observed = OBSERVED_BUDGET if OBSERVED_BUDGET in budgets else max(budgets)
+    controls = _controls(parsed)
     settings = ContestantSettings(
         budgets=budgets,
         num_positions=choose_num_positions(target.folder, max_tokens, budgets),
-        quantization=choose_quantization(parsed.draft_quantization, device),
+        quantization=choose_quantization(parsed.draft_quantization, _device(parsed.device)),
         variants=tuple(dict.fromkeys(variant for table in tables for variant in TABLES[table])),
         observed_budget=observed if "selection" in tables else None,
     )
@@ -101,6 +101,7 @@ def plan_acceptance(parsed: argparse.Namespace) -> AcceptancePlan:
             for budget in budgets
             if budget not in calibrations
         ]
+    options = LaboratoryOptions(target.folder, files, controls, settings, max_tokens, parsed.dtype, parsed.device)
     about: dict[str, object] = {
         **describe_run().as_json(),
         "model": target.name,
@@ -108,24 +109,43 @@ def plan_acceptance(parsed: argparse.Namespace) -> AcceptancePlan:
         "drafting weights": settings.quantization,
         "prompts": f"first {num_prompts} of the fixed shuffle, at most {max_tokens} tokens a turn",
         "calibrated budgets": ", ".join(map(str, calibrations)) or "none",
-        "weights": ", ".join(_revisions(files)),
+        "weights": ", ".join(_revisions(options)),
     }
-    return AcceptancePlan(
-        Study(prompts, temperatures, minutes),
-        LaboratoryOptions(target.folder, files, settings, max_tokens, parsed.dtype, parsed.device),
-        calibrations,
-        num_workers,
-        about,
-        notes,
-    )
+    study = Study(prompts, temperatures, minutes)
+    return AcceptancePlan(study, options, calibrations, num_workers, about, notes)
 
 
-def _revisions(files: Mapping[DraftMethodName, ContestantFiles]) -> Iterator[str]:
-    """Every method with an id of its weights."""
-    for name, found in files.items():
-        yield f"{name} {identify('draft', found.draft).revision}"
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise WrongInput(f"--device: expected cpu or cuda:N, got {text!r}") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise WrongInput(f"--device: there is no {text} here")
+    return device
+
+
+def _controls(parsed: argparse.Namespace) -> dict[str, Path]:
+    controls = _folders(parsed.control, "--control")
+    for name, folder in controls.items():
+        if name in METHODS:
+            raise WrongInput(f"--control: {name} is a method; choose another name")
+        _check_folder(f"--control {name}", folder)
+    return controls
+
+
+def _revisions(options: LaboratoryOptions) -> Iterator[str]:
+    """Every method and control with an id of its weights."""
+    for name, found in options.files.items():
+        yield f"{name} {_revision(found.draft)}"
         if found.adapter is not None:
-            yield f"its adapter {identify('adapter', found.adapter).revision}"
+            yield f"its adapter {_revision(found.adapter)}"
+    for control, folder in options.controls.items():
+        yield f"{control} {_revision(folder)}"
+
+
+def _revision(folder: Path) -> str:
+    return identify("draft", folder).revision
 
 
 def _methods(parsed: argparse.Namespace, notes: list[str]) -> tuple[DraftMethodName, ...]:
@@ -180,19 +200,32 @@ def _draft_folder(parsed: argparse.Namespace, name: DraftMethodName) -> Path:
         place = weights_folder(parsed.model, name)
         where = "nothing is shipped for this model" if place is None else f"{place} holds none"
         raise WrongInput(f"method {name} has no weights: {where}; train them, or give --weights {name}=FOLDER")
-    try:
-        check_draft_folder(folder)
-    except ModelError as error:
-        raise WrongInput(f"method {name}: {error}") from error
+    _check_folder(f"method {name}", folder)
     return folder
 
 
+def _check_folder(whose: str, folder: Path) -> None:
+    try:
+        check_draft_folder(folder)
+    except ModelError as error:
+        raise WrongInput(f"{whose}: {error}") from error
+
+
 def _given_weights(parsed: argparse.Namespace) -> dict[str, Path]:
+    found = _folders(parsed.weights, "--weights")
+    unknown = [name for name in found if name not in METHODS]
+    if unknown:
+        raise WrongInput(f"--weights: unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
+    return found
+
+
+def _folders(texts: Sequence[str], flag: str) -> dict[str, Path]:
+    """Folders by name, from a flag that may be given several times."""
     found = {}
-    for text in parsed.weights:
+    for text in texts:
         name, equals, folder = text.partition("=")
-        if not equals or not folder or name not in METHODS:
-            raise WrongInput(f"--weights: expected METHOD=FOLDER with a method of {', '.join(METHODS)}, got {text!r}")
+        if not name or not equals or not folder:
+            raise WrongInput(f"{flag}: expected NAME=FOLDER, got {text!r}")
         found[name] = Path(folder)
     return found
 

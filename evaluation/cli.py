@@ -68,6 +68,13 @@ def _add_acceptance(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD=FOLDER",
         help="weights of a method (default: shipped)",
     )
+    add(
+        "--control",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a further draft model, only to see how it takes Jacobi passes",
+    )
     add("--draft-model", type=Path, metavar="FOLDER", help="draft model of jetspec++ (default: the shipped one)")
     add("--adapter", type=Path, metavar="FOLDER", help="adapter of jetspec++ (default: the shipped one)")
     add(

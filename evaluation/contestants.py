@@ -193,6 +193,20 @@ def load_contestant(
     )
 
 
+def load_control(
+    name: str,
+    target: Path,
+    draft: Path,
+    settings: ContestantSettings,
+    stop_token_ids: frozenset[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Contestant:
+    """Any draft model, refined from true states: how it takes Jacobi passes. Raises `UnsupportedModel`."""
+    networks = load_networks(target, draft, None, dtype, device, settings.num_positions, settings.quantization)
+    return RefiningContestant(name, networks, FROM_TRUTH, settings.budgets, stop_token_ids, {})
+
+
 def read_calibration(path: Path) -> Calibration:
     """A calibration file. Raises `InvalidCalibration` naming it."""
     try:

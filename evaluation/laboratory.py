@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from evaluation.contestants import Contestant, ContestantFiles, ContestantSettings, load_contestant
+from evaluation.contestants import Contestant, ContestantFiles, ContestantSettings, load_contestant, load_control
 from evaluation.conversations import Conversation, Writer
 from evaluation.prompts import Prompt
 from evaluation.records import Measured, Unit
@@ -26,10 +26,14 @@ MOST_POSITIONS = 2048
 
 @dataclass(frozen=True)
 class LaboratoryOptions:
-    """Everything a process needs to measure; plain values, so that it can be sent to one."""
+    """Everything a process needs to measure; plain values, so that it can be sent to one.
+
+    controls: further draft models by name, which are no methods.
+    """
 
     target: Path
     files: dict[DraftMethodName, ContestantFiles]
+    controls: dict[str, Path]
     settings: ContestantSettings
     max_tokens: int
     dtype: str
@@ -53,9 +57,10 @@ class Laboratory:
         dtype = choose_dtype(options.dtype, device)
         chat = load_chat_format(options.target)
         num_positions = options.settings.num_positions
-        self.contestants: dict[DraftMethodName, Contestant] = {
-            name: load_contestant(name, options.target, files, options.settings, chat.stop_token_ids, dtype, device)
-            for name, files in options.files.items()
+        common = options.settings, chat.stop_token_ids, dtype, device
+        self.contestants: dict[str, Contestant] = {
+            **{name: load_contestant(name, options.target, files, *common) for name, files in options.files.items()},
+            **{name: load_control(name, options.target, draft, *common) for name, draft in options.controls.items()},
         }
         taps = sorted({layer for contestant in self.contestants.values() for layer in contestant.tap_layers})
         target = load_target(options.target, dtype, device)

@@ -5,11 +5,13 @@ Counts of prompts add up in any order, so that an interrupted run, or several pr
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from typing import get_args
 
 from decoding.observation import ObservedRound
 from evaluation.drafting import Refresh
 from evaluation.replay import States, Variant
 from evaluation.rounds import ReplayedRound, Tally
+from protocol.worker_config import DraftMethodName
 
 MOST_OBSERVED = 2000
 """Rounds of a data set and temperature that are kept for other selection rules, about 30 kB each."""
@@ -87,7 +89,7 @@ class Row:
         """Whether a server drafts so: no control."""
         if self.method == "jetspec++":
             return self.states == "served" and self.refresh != "alone"
-        return self.passes == 0
+        return self.method in get_args(DraftMethodName) and self.passes == 0
 
     @property
     def label(self) -> str:

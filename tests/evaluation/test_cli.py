@@ -92,6 +92,16 @@ def test_a_table_costs_only_what_it_needs(flags: list[str], tmp_path: Path) -> N
     assert {row["states"] for row in written["controls"]} == {"true"}
 
 
+def test_further_draft_models_are_controls(
+    flags: list[str], folders: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["acceptance", *flags, "--temperatures", "0", "--datasets", "words", "--tables", "control"]
+    assert main([*run, "--control", f"mine={folders.draft('random')}"]) == 0
+    written = json.loads((tmp_path / "out" / "acceptance.json").read_text())
+    assert {row["method"] for row in written["controls"]} == {"mine", "jetspec++"} and not written["rows"]
+    assert "mine" in capsys.readouterr().out and "mine sha256-" in written["about"]["weights"]
+
+
 @pytest.fixture
 def stop_after_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM arrives when a second conversation has been asked for."""
@@ -143,6 +153,9 @@ def test_results_come_between_rounds_of_prompts(
         (("--methods", "dspark", "--weights", "dspark=/does/not/exist"), "/does/not/exist"),
         (("--weights", "magic=/tmp"), "--weights"),
         (("--weights", "dspark"), "--weights"),
+        (("--control", "mine"), "--control"),
+        (("--control", "ssd=/tmp"), "--control: ssd is a method"),
+        (("--control", "mine=/does/not/exist"), "/does/not/exist"),
         (("--datasets", "gsm9k"), "unknown data set 'gsm9k'"),
         (("--datasets", ","), "--datasets"),
         (("--model", "/does/not/exist"), "/does/not/exist"),
@@ -159,6 +172,8 @@ def test_results_come_between_rounds_of_prompts(
         (("--workers", "0"), "--workers"),
         (("--tables", "17"), "--tables: unknown table '17'"),
         (("--dtype", "float8"), "--dtype"),
+        (("--device", "magic"), "--device"),
+        (("--device", "meta"), "--device: there is no meta here"),
         (("--magic",), "--magic"),
     ],
 )

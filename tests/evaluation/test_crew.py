@@ -21,7 +21,7 @@ from tests.tiny.models import TinyModels
 def options(folders: TinyModels, target_folder: Path) -> LaboratoryOptions:
     settings = ContestantSettings((5,), 128, "none", (Variant("served", 1, "replace"),), 5)
     files = ContestantFiles(folders.draft(), folders.adapter())
-    return LaboratoryOptions(target_folder, {"jetspec++": files}, settings, 12, "float32", "cpu")
+    return LaboratoryOptions(target_folder, {"jetspec++": files}, {}, settings, 12, "float32", "cpu")
 
 
 @pytest.fixture
