@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from evaluation.plotting import new_figure, save_all
 from evaluation.records import Row
 from evaluation.results import Results
+from evaluation.rounds import CACHE_SIZES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,11 +60,16 @@ def tau_by_method(rows: Sequence[Row]) -> "Figure | None":
 
 
 def acceptance_by_position(rows: Sequence[Row]) -> "Figure | None":
-    """Share of rounds in which draft 1, 2, ... was accepted, at the largest budget and lowest temperature."""
+    """Share of rounds in which draft 1, 2, ... was accepted, at the largest budget and lowest temperature.
+
+    Of jetspec++ the plans with a refresh before each pass.
+    """
     if not rows:
         return None
     temperature, budget = min(row.temperature for row in rows), max(row.budget for row in rows)
-    chosen = [row for row in rows if (row.temperature, row.budget) == (temperature, budget)]
+    chosen = [
+        row for row in rows if (row.temperature, row.budget) == (temperature, budget) and row.refreshes == row.passes
+    ]
     return _panels(chosen, "draft of the block", f"accepted (T={temperature:g}, budget {budget})", _draw_acceptance)
 
 
@@ -91,6 +97,7 @@ def hit_rate_by_cache_size(results: Results) -> "Figure | None":
             if own == dataset:
                 axes.plot([int(size) for size in rates], list(rates.values()), marker="o", markersize=3, label=label)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(CACHE_SIZES, [str(size) for size in CACHE_SIZES])
         axes.set_title(dataset)
         axes.set_xlabel("cache size B")
     panels[0].set_ylabel(name)
