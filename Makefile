@@ -10,6 +10,9 @@ MODEL ?= demo
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
@@ -18,10 +21,10 @@ MANIFESTS := $(filter-out %/kustomization.yaml %/servicemonitor.yaml %/scaledobj
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve fmt check test test-page lock clean
+.PHONY: help install serve fmt check test test-page test-clients lock clean
 
 help:
-	@echo "make install | serve | fmt | check | test | test-page | lock | clean"
+	@echo "make install | serve | fmt | check | test | test-page | test-clients | lock | clean"
 
 install: $(STAMP)
 
@@ -54,6 +57,15 @@ test-page: install
 	$(PIP) install --quiet --constraint requirements.lock 'selenium>=4.30,<5'
 	$(BIN)/python -m pytest tests/server/test_page_browser.py
 
+# Real clients against the demo server, in an environment of their own: some want older packages than we do.
+test-clients: $(CLIENTS_STAMP)
+	JETSPEC_PYTHON=$(abspath $(BIN)/python) $(CLIENTS_VENV)/bin/python -m pytest tests/clients
+
+$(CLIENTS_STAMP): tests/clients/requirements.txt $(STAMP)
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	@touch $@
+
 # Resolve the newest versions that pyproject.toml admits, without installing them. The lock names no build of torch
 # (+cpu, +cu130): a constraint on 2.13.0 admits each of them.
 lock:
@@ -67,4 +79,4 @@ lock:
 	cp $(VENV)/lock.txt requirements.lock
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

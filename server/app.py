@@ -16,6 +16,22 @@ from server.state import ServerState
 from server.tracing import RequestTracing, SpanSink
 
 TITLE = "JetSpec++"
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
 
 
 def create_app(state: ServerState, spans: SpanSink | None = None) -> FastAPI:
@@ -55,12 +71,26 @@ def _add_layers(app: FastAPI, state: ServerState, spans: SpanSink | None) -> Non
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The generated schema, with the models that the hand-parsed bodies refer to."""
+    """The generated schema, with the models that the hand-parsed bodies refer to and the one error body."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         components = schema.setdefault("components", {}).setdefault("schemas", {})
         for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody):
             described = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             components.update(described.pop("$defs", {}))
+        _describe_errors(schema)
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def _describe_errors(schema: dict[str, Any]) -> None:
+    """Every operation may be refused or fail with the error body; FastAPI's own 422 is never sent."""
+    components = schema["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        components.pop(name, None)
+    components["Error"] = ERROR_SCHEMA
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            operation["responses"].setdefault("default", {"description": "The request failed", "content": content})

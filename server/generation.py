@@ -7,7 +7,7 @@ client that leaves, or a sequence that fails, ends everything the request runs.
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -34,11 +34,14 @@ from server.state import ServerState, Serving
 from server.streaming import ClientDisconnected, EventStream, run_while_connected
 from server.tracing import RequestTrace, trace_of
 
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""What /openapi.json says of an answer beside its JSON form."""
+
 
 def add_generation(router: APIRouter, state: ServerState) -> None:
     """Add /v1/completions and /v1/chat/completions."""
 
-    @router.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
+    @router.post("/v1/completions", openapi_extra=body_schema(CompletionBody), responses=STREAMED)
     async def completions(request: Request) -> Response:
         """Continue one or more prompts."""
         arrived_at = time.perf_counter()
@@ -49,7 +52,7 @@ def add_generation(router: APIRouter, state: ServerState) -> None:
         run = GenerationRun(state, serving, prepared, "completion", arrived_at, trace)
         return await run.respond(request, body.stream is True)
 
-    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
+    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody), responses=STREAMED)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrived_at = time.perf_counter()

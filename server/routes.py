@@ -4,10 +4,11 @@ about tokens, text or workers."""
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from server.build import git_commit, package_version
 from server.errors import ApiError, invalid, json_response
@@ -24,6 +25,8 @@ from server.state import ServerState, Serving
 from server.tracing import RequestTrace
 
 PROBE_LIMIT_S = 10.0
+UNWELL: dict[int | str, dict[str, Any]] = {503: {"description": "Not now", "content": {"application/json": {}}}}
+"""What /openapi.json says of a probe that fails: the same body as of one that succeeds."""
 
 
 def create_router(state: ServerState) -> APIRouter:
@@ -121,9 +124,9 @@ def _add_operations(router: APIRouter, state: ServerState) -> None:
         """Whether new requests are taken."""
         return health_response(lambda status: is_working(status) and not state.is_draining)
 
-    router.add_api_route("/health", health, methods=["GET"])
+    router.add_api_route("/health", health, methods=["GET"], responses=UNWELL)
     router.add_api_route("/ping", health, methods=["GET", "POST"], include_in_schema=False)
-    router.add_api_route("/ready", ready, methods=["GET"])
+    router.add_api_route("/ready", ready, methods=["GET"], responses=UNWELL)
     for path, answer in (("/health", health), ("/ping", health), ("/ready", ready)):
         router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
@@ -134,7 +137,7 @@ def _add_operations(router: APIRouter, state: ServerState) -> None:
         models = {item.role: {"name": item.name, "revision": item.revision} for item in weights}
         return json_response({"version": package_version(), "git_commit": git_commit(), "models": models})
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics; answered in every state of the server."""
         if state.engine is not None:

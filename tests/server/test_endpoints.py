@@ -131,4 +131,9 @@ async def test_openapi_is_complete(stack: Stack) -> None:
     assert names <= set(schema.json()["components"]["schemas"])
     body = schema.json()["paths"]["/v1/completions"]["post"]["requestBody"]
     assert "prompt" in body["content"]["application/json"]["schema"]["properties"]
+    operations = [item for path in schema.json()["paths"].values() for item in path.values()]
+    assert all("default" in item["responses"] and "422" not in item["responses"] for item in operations)
+    forms = schema.json()["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+    assert set(forms) == {"application/json", "text/event-stream"}
+    assert set(schema.json()["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
     assert (await stack.client.get("/docs")).status_code == 200
