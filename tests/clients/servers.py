@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +42,16 @@ class Server:
         families = text_string_to_metric_families(httpx.get(f"{self.address}/metrics").text)
         return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 
-    def wait_for_rest(self) -> None:
-        """Wait until nothing runs, waits or holds memory; a test fails where that does not come."""
+    def wait_until(self, condition: Callable[[dict[str, float]], bool]) -> None:
+        """Wait until the metrics, which follow the verifier's reports, are so, or fail."""
         deadline = time.monotonic() + REST_LIMIT_S
-        while any((samples := self.samples())[gauge] for gauge in GAUGES):
+        while not condition(samples := self.samples()):
             assert time.monotonic() < deadline, {gauge: samples[gauge] for gauge in GAUGES}
             time.sleep(0.1)
+
+    def wait_for_rest(self) -> None:
+        """Wait until nothing runs, waits or holds memory."""
+        self.wait_until(lambda samples: not any(samples[gauge] for gauge in GAUGES))
 
     def _read(self) -> None:
         assert self.process.stderr is not None

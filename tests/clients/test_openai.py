@@ -118,11 +118,11 @@ def test_a_stream_that_is_closed_ends_its_request(server: Server, client: openai
     server.wait_for_rest()
     stream = client.completions.create(**{**GREEDY, "max_tokens": 400}, stream=True)
     next(iter(stream))
-    assert server.samples()["jetspec_num_requests_running"] == 1
+    server.wait_until(lambda samples: samples["jetspec_num_requests_running"] == 1)
     before = server.samples()["jetspec_client_disconnects_total"]
     stream.close()
     server.wait_for_rest()
-    assert server.samples()["jetspec_client_disconnects_total"] == before + 1
+    server.wait_until(lambda samples: samples["jetspec_client_disconnects_total"] == before + 1)
 
 
 def test_a_full_queue_is_tried_again(tmp_path: Path) -> None:
