@@ -67,7 +67,8 @@ async def test_leaving_clients_and_lost_drafters_change_no_text(start: Starter) 
         plain = await server.text(**body, speculative=False)
         assert await server.text(**body) == plain
         samples = await server.samples()
-        assert samples["jetspec_rounds_total[outcome=hit]"] > 0
+        drafted = ("hit", "late_hit", "miss")  # which of them depends on who is faster
+        assert sum(samples[f"jetspec_rounds_total[outcome={outcome}]"] for outcome in drafted) > 0
         assert samples["jetspec_draft_seconds_count"] > 0 and samples["jetspec_transport_seconds_count"] > 0
         assert 0.0 <= samples["jetspec_transport_seconds_sum"] < LIMIT_S
 
