@@ -18,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parents[2]
 SERVER_PYTHON = os.environ.get("JETSPEC_PYTHON", sys.executable)
 """The interpreter of the environment that the project is installed in."""
+ENVIRONMENT = dict(os.environ)
+"""As it is before conftest keeps the clients from the network: a first start fetches the demo target."""
 START_LIMIT_S = 600.0
 REST_LIMIT_S = 60.0
 GAUGES = ("jetspec_num_requests_running", "jetspec_num_requests_waiting", "jetspec_kv_cache_usage_ratio")
@@ -70,7 +72,10 @@ class Server:
         if found is None:
             return False
         self.address = found[0]
-        is_ready = httpx.get(f"{self.address}/ready").status_code == 200
+        try:
+            is_ready = httpx.get(f"{self.address}/ready").status_code == 200
+        except httpx.TransportError:  # it ends; the caller says why
+            return False
         return is_ready and self.samples()["jetspec_drafter_up"] == 1.0
 
 
@@ -79,7 +84,7 @@ def _running(command: list[str], environment: Mapping[str, str]) -> Iterator[Ser
     process = subprocess.Popen(
         [SERVER_PYTHON, *command, "--port", "0", *NO_PINNING],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -112,7 +117,7 @@ def scripted_server(folder: Path, *flags: str, **environment: str) -> Iterator[S
     """A server whose workers play a script (tests/server/fake_worker.py); `folder` gets its model's files."""
     make = "import pathlib, sys; from tests.server.fakes import make_model_folder as m; m(pathlib.Path(sys.argv[1]))"
     subprocess.run(
-        [SERVER_PYTHON, "-c", make, folder], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
+        [SERVER_PYTHON, "-c", make, folder], cwd=ROOT, env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, check=True
     )
     arguments = ["-m", "tests.server.serve_fakes", "--shutdown-timeout", "1"]
     for flag in ("--model", "--draft-model", "--adapter"):
