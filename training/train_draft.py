@@ -1,12 +1,16 @@
 """`jetspecpp train draft`: a draft model, a corpus and the loop put together, resumed from what an output holds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from modeling.draft_model import Inputs
 from modeling.layers import RotaryTable
 from modeling.vocabulary import DraftHead
+from training.blocks import Blocks
+from training.corpus import Batch
 from training.draft import (
     DraftRun,
     PrefixSchedule,
@@ -20,6 +24,9 @@ from training.output import StopRequest, exclusive
 from training.session import open_corpus, open_target, prepare_data, reporter
 from training.start import BackboneOptions, Method, prepare_start
 
+BlockLoss = Callable[[Batch, Blocks], Tensor]
+MAX_PASSES = 3
+
 
 @dataclass(frozen=True)
 class DraftOptions(BackboneOptions):
@@ -31,12 +38,30 @@ class DraftOptions(BackboneOptions):
 
 def train_draft(options: DraftOptions) -> None:
     """Train until the minutes are used up. Raises `InputError`, `UnsupportedModel` or OSError."""
+    method = Method("draft", inputs=options.inputs)
+    train_draft_model(method, options, options.schedule, forward_kl, MAX_PASSES)
+
+
+def forward_kl(run: DraftRun, seed: int) -> BlockLoss:
+    """The loss of equation 9: from the target's distribution, all slots alike."""
+    generator = np.random.default_rng(seed)
+    return lambda batch, blocks: draft_loss(run, batch, blocks, generator)
+
+
+def train_draft_model(
+    method: Method,
+    options: BackboneOptions,
+    schedule: PrefixSchedule,
+    loss_of: Callable[[DraftRun, int], BlockLoss],
+    max_passes: int,
+) -> None:
+    """Train one kind of draft model by a loss; its evaluations go up to J = `max_passes`. Raises as `train_draft`."""
     device = options.place.prepare()
     files = open_target(options.model)
     with exclusive(options.output):
         target = files.load(device)
         corpus = open_corpus(options.corpus, files, target)
-        start = prepare_start(Method("draft", inputs=options.inputs), options, files, target, corpus)
+        start = prepare_start(method, options, files, target, corpus)
         config = start.model.config
         data = prepare_data(options, corpus, files, target, config.tap_layers)
         run = DraftRun(
@@ -46,22 +71,21 @@ def train_draft(options: DraftOptions) -> None:
             rotary=RotaryTable(config.architecture, corpus.longest, target.dtype, device),
             num_slots=config.block_size,
             num_anchors=options.anchors,
-            schedule=options.schedule,
+            schedule=schedule,
         )
         trainer = Trainer(run.model, options.loop_config(device), options.output)
         seed = options.seed + trainer.state.step
-        generator = np.random.default_rng(seed + 1)
 
         def evaluate() -> str:
-            line = evaluate_draft(run, data.store, data.held_out).line()
-            save_draft(run.model, start.token_ids, options.output / "draft")
+            line = evaluate_draft(run, data.store, data.held_out, max_passes).line()
+            save_draft(run.model, start.token_ids, options.output / method.name)
             return line
 
         stop = StopRequest()
         with stop.listening():
             trainer.run(
                 draft_batches(run, data.store, data.training, options.batch_tokens, seed),
-                lambda batch, blocks: draft_loss(run, batch, blocks, generator),
+                loss_of(run, seed + 1),
                 evaluate,
                 reporter(options.output),
                 stop,

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.tiny.models import VOCAB_SIZE, TinyModels
+from tests.tiny.models import TinyModels
+from tests.tiny.words import add_word_tokenizer
 
 END_ID = 3
 TEMPLATE = "{% for message in messages %}t{{ 1 if message.role == 'user' else 7 }} {{ message.content }} {% endfor %}t2"
@@ -21,11 +21,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 def target_folder(folders: TinyModels) -> Path:
     """Token i is the word `ti`."""
     folder = folders.target()
-    tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCAB_SIZE)}, unk_token="t4"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_ID}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    add_word_tokenizer(folder, TEMPLATE, END_ID)
     return folder
 
 

@@ -1,14 +1,13 @@
 """A tiny target with a tokenizer, a tiny corpus of its rule, and its states."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from modeling.target import Target, TargetRunner, load_target
 from tests.tiny.models import TAP_LAYERS, VOCAB_SIZE, TinyModels
+from tests.tiny.words import add_word_tokenizer
 from tests.training.texts import CPU, END_ID, Command, States, make_texts, write_corpus_file
 from training.cli import main
 from training.corpus import StateStore, read_corpus
@@ -25,11 +24,7 @@ def models_folder(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 def target_folder(models_folder: TinyModels) -> Path:
     """A target that `--model` takes: token i is the word `ti`, and token 3 ends a text."""
     folder = models_folder.target()
-    tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCAB_SIZE)}, unk_token="t4"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_ID}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    add_word_tokenizer(folder, TEMPLATE, END_ID)
     return folder
 
 
