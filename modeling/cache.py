@@ -14,7 +14,10 @@ from torch import Tensor
 from modeling.architecture import Architecture
 from modeling.kernels.attention import CacheKernel, PackedMask
 from modeling.kernels.packed import can_pack
-from modeling.layers import Heads, attend, grouped_mask
+from modeling.layers import Heads, attend, attend_in_blocks, grouped_mask
+
+ATTENTION_BLOCK = 256
+"""Keys that torch attends to at once on a CPU without kernels of our own; callers offer whole blocks."""
 
 
 class KeyMask:
@@ -67,7 +70,10 @@ class KeyValueCache:
         if self.kernel is not None:
             return self.kernel.attend(layer, query, mask.packed)
         num_positions = mask.num_keys - self.num_scratch
-        return attend(query, self.keys(layer, num_positions), self.values(layer, num_positions), mask.additive)
+        keys, values = self.keys(layer, num_positions), self.values(layer, num_positions)
+        if query.device.type == "cpu":
+            return attend_in_blocks(query, keys, values, mask.additive, ATTENTION_BLOCK)
+        return attend(query, keys, values, mask.additive)
 
     def write(self, layer: int, position: int, heads: Heads) -> None:
         """Store rows [rows, kv_heads, dim] of verified positions from `position` on."""

@@ -84,16 +84,41 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     group*rows, keys].
     Returns [..., rows, heads*dim].
     """
-    *lead, num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[-3]
-    group = num_heads // num_kv_heads
-    folded = query.reshape(*lead, num_rows, num_kv_heads, group, head_dim)
-    folded = folded.movedim(-4, -2).reshape(*lead, num_kv_heads, group * num_rows, head_dim)
-    if not lead:
+    folded = _fold_heads(query, key.shape[-3])
+    if query.dim() == 3:
         out = F.scaled_dot_product_attention(folded[None], key[None], value[None], attn_mask=mask[None])[0]
     else:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask)
-    out = out.reshape(*lead, num_kv_heads, group, num_rows, head_dim).movedim(-2, -4)
+    return _unfold_heads(out, query)
+
+
+def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, size: int) -> Tensor:
+    """As `attend`, over `size` keys at a time: further keys that a row does not see leave its bits alone.
+
+    A sum over all keys at once is ordered by their number on some CPUs. Here a block of hidden keys adds zeros.
+    """
+    folded = _fold_heads(query, key.shape[-3]).float() * query.shape[-1] ** -0.5
+    blocks = list(zip(*(part.split(size, dim=-2) for part in (key, value)), mask.split(size, dim=-1), strict=True))
+    scores = [folded @ keys.float().transpose(-1, -2) + hidden for keys, _, hidden in blocks]
+    largest = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
+    total, out = torch.zeros_like(largest), torch.zeros_like(folded)
+    for block, (_, values, _) in zip(scores, blocks, strict=True):
+        weights = (block - largest).exp()
+        total, out = total + weights.sum(-1, keepdim=True), out + weights @ values.float()
+    return _unfold_heads((out / total).to(query.dtype), query)
+
+
+def _fold_heads(query: Tensor, num_kv_heads: int) -> Tensor:
+    """Query heads [..., rows, heads, dim] that share a key head as rows of it: [..., kv_heads, group*rows, dim]."""
+    *lead, num_rows, num_heads, head_dim = query.shape
+    folded = query.reshape(*lead, num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return folded.movedim(-4, -2).reshape(*lead, num_kv_heads, -1, head_dim)
+
+
+def _unfold_heads(out: Tensor, query: Tensor) -> Tensor:
+    """The reverse of `_fold_heads`, heads side by side: [..., rows, heads*dim]."""
+    *lead, num_rows, num_heads, head_dim = query.shape
+    out = out.reshape(*lead, out.shape[-3], -1, num_rows, head_dim).movedim(-2, -4)
     return out.reshape(*lead, num_rows, num_heads * head_dim)
 
 

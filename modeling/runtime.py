@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from modeling.kernels.build import load_kernels
 from modeling.kernels.threads import set_num_threads as set_kernel_threads
 
 _PR_SET_PDEATHSIG = 1
@@ -32,14 +33,19 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 dot-product instructions."""
+    """Whether this CPU has bfloat16 dot-product instructions, which torch's own products need to be fast."""
     return bool(torch.cpu.get_capabilities().get("avx512_bf16") or torch.cpu.get_capabilities().get("bf16"))
 
 
+def prefers_bfloat16() -> bool:
+    """Whether bf16 is the faster type here: by the CPU's instructions, or by our kernels, which read half the bytes."""
+    return has_fast_bfloat16() or load_kernels() is not None
+
+
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: bf16 on a GPU and on CPUs with bf16 instructions, else fp32."""
+    """`auto`: bf16 on a GPU and where a CPU is fast with it, else fp32."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or has_fast_bfloat16() else torch.float32
+        return torch.bfloat16 if device.type == "cuda" or prefers_bfloat16() else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 

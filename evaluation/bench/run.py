@@ -220,14 +220,12 @@ def _peer_core(verify_core: str) -> int | None:
 
 
 def _peer_dtype(parsed: argparse.Namespace) -> str:
-    """The servers' choice by name; only asked where peers run, since it needs torch."""
+    """transformers' faster type: torch's kernels are all it has. Asked where peers run only, since it takes torch."""
     if not parsed.peers or parsed.dtype != "auto":
         return str(parsed.dtype)
-    import torch
+    from modeling.runtime import has_fast_bfloat16
 
-    from modeling.runtime import choose_dtype
-
-    return str(choose_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
+    return "bfloat16" if has_fast_bfloat16() else "float32"
 
 
 def _write_gguf(folder: Path) -> Path:

@@ -8,7 +8,7 @@ import torch
 from evaluation.doctor.findings import Finding, note, ok, problem
 from modeling.kernels.build import load_kernels
 from modeling.kernels.int8 import has_int8
-from modeling.runtime import choose_dtype, has_fast_bfloat16
+from modeling.runtime import choose_dtype, prefers_bfloat16
 from server.config import ConfigError, PinnedCores, ServeConfig
 
 CROWDED = 0.5
@@ -26,7 +26,7 @@ def check_machine(config: ServeConfig, cores: PinnedCores) -> Iterator[Finding]:
         yield from _cores(len(os.sched_getaffinity(0)), cores, shares=verify.type == draft.type)
         yield _load(os.getloadavg()[0], os.cpu_count() or 1)
         yield _kernels(load_kernels() is not None, has_int8())
-    yield _dtype(choose_dtype(config.dtype, verify), verify, has_fast_bfloat16())
+    yield _dtype(choose_dtype(config.dtype, verify), verify, prefers_bfloat16())
 
 
 def device_of(flag: str, text: str) -> torch.device:
@@ -70,7 +70,8 @@ def _load(load: float, num_cores: int) -> Finding:
 def _kernels(is_compiled: bool, is_int8: bool) -> Finding:
     if not is_compiled:
         text = (
-            "torch's: a verification of several rows costs more than with our own, which need AVX-512 and a C compiler"
+            "torch's: a verification of several rows costs more than with our own, which need AVX2 or AVX-512, and a C"
+            " compiler"
         )
         return note("kernels", text)
     drafting = "int8 for drafting" if is_int8 else "without int8, since the CPU has no VNNI"
@@ -82,7 +83,7 @@ def _dtype(dtype: torch.dtype, device: torch.device, is_fast_bfloat16: bool) -> 
     if device.type != "cpu":
         return ok("dtype", name)
     if dtype == torch.float32 and is_fast_bfloat16:
-        return note("dtype", "float32, though this CPU has bf16 instructions: bfloat16 reads half the bytes")
+        return note("dtype", "float32, though this CPU is fast with bf16: bfloat16 reads half the bytes")
     if dtype == torch.bfloat16 and not is_fast_bfloat16:
         return note("dtype", "bfloat16, which this CPU only emulates: float32 is faster here")
     return ok("dtype", name)

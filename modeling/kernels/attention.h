@@ -23,10 +23,8 @@ static inline long num_blocks(long num_keys) { return (num_keys + PANEL - 1) / P
 /* visible [rows][num_keys] of bytes 0 or 1. */
 void jetspec_pack_mask(const uint8_t *visible, long rows, long num_keys, uint32_t *bits) {
     for (long m = 0; m < rows; m++, visible += num_keys)
-        for (long k = 0; k < num_keys; k += PANEL) {
-            __m256i bytes = _mm256_maskz_loadu_epi8(first_lanes(num_keys - k), visible + k);
-            *bits++ = _mm256_test_epi8_mask(bytes, bytes);
-        }
+        for (long k = 0; k < num_keys; k += PANEL)
+            *bits++ = nonzero_bytes(visible + k, num_keys - k);
 }
 
 /* Rows of keys and values [rows][kv_heads][dim], each with its stride in elements from row to row, into the cache. */
@@ -41,42 +39,25 @@ void jetspec_store(const cache_layer *cache, long first, long rows, const char *
         }
 }
 
-/* Sixteen rows of sixteen words become columns, in four rounds of exchanges between rows 1, 2, 4 and 8 apart. */
-static inline void transpose(__m512i words[16]) {
-    __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    _Pragma("GCC unroll 4") for (int step = 1; step < 16; step *= 2) {
-        __m512i apart = _mm512_set1_epi32(step);
-        __mmask16 odd = _mm512_test_epi32_mask(lane, apart);
-        __m512i low = _mm512_mask_add_epi32(lane, odd, lane, _mm512_set1_epi32(16 - step));
-        __m512i high = _mm512_mask_add_epi32(_mm512_add_epi32(lane, apart), odd, lane, _mm512_set1_epi32(16));
-        _Pragma("GCC unroll 16") for (int i = 0; i < 16; i++) {
-            if (i & step) continue;
-            __m512i first = words[i], second = words[i + step];
-            words[i] = _mm512_permutex2var_epi32(first, low, second);
-            words[i + step] = _mm512_permutex2var_epi32(first, high, second);
-        }
-    }
-}
-
 /* Scores of a row over `count` blocks become weights, zero where hidden; returns what divides their sum of values, or 0 when
  * the row sees nothing. `bits` are the row's, `blocks` the places of the scores' blocks in them. NaN passes through. */
 static float softmax(float *scores, const uint32_t *bits, const int *blocks, long count) {
-    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    vec most = all(-INFINITY), sum = all(0);
     for (long b = 0; b < count; b++)
         for (int half = 0; half < 2; half++) {
-            __mmask16 seen = (__mmask16)(bits[blocks[b]] >> 16 * half);
-            most = _mm512_mask_max_ps(most, seen, most, _mm512_loadu_ps(scores + b * PANEL + 16 * half));
+            lane_set seen = (lane_set)(bits[blocks[b]] >> 16 * half);
+            most = choose(seen, most, maximum(most, get(scores + b * PANEL + 16 * half)));
         }
-    __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    vec top = all(largest(most));
     for (long b = 0; b < count; b++)
         for (int half = 0; half < 2; half++) {
             float *place = scores + b * PANEL + 16 * half;
-            __mmask16 seen = (__mmask16)(bits[blocks[b]] >> 16 * half);
-            __m512 weight = exp_lanes(_mm512_sub_ps(_mm512_loadu_ps(place), top));
-            sum = _mm512_mask_add_ps(sum, seen, sum, weight);
-            _mm512_storeu_ps(place, _mm512_maskz_mov_ps(seen, weight));
+            lane_set seen = (lane_set)(bits[blocks[b]] >> 16 * half);
+            vec weight = choose(seen, all(0), exp_lanes(subtract(get(place), top)));
+            sum = add(sum, weight);
+            put(place, weight);
         }
-    float total = _mm512_reduce_add_ps(sum);
+    float total = sum_of(sum);
     return total == 0 ? 0 : 1 / total;
 }
 
@@ -116,42 +97,35 @@ static int make_attention_memory(attention_memory *memory, const cache_layer *ca
 
 /* --- panels for the products, of keys and values as they lie in the cache; lanes that are switched off become zero */
 
-static inline __m512i pair_bf16(const uint16_t *low, __mmask16 low_lanes, const uint16_t *high, __mmask16 high_lanes) {
-    __m512i first = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(low_lanes, low));
-    __m512i second = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(high_lanes, high));
-    return _mm512_or_si512(first, _mm512_slli_epi32(second, 16));
-}
-
 /* Rows of `dim` elements, at most 32 of them, as a panel [dim][32]. */
 static void pack_keys_bf16(uint16_t *panel, const uint16_t *rows, long count, long dim) {
-    __m512i words[16];
+    ivec words[16];
     for (long d = 0; d < dim; d += 16, rows += 16, panel += 16 * PANEL) {
-        __mmask16 lanes = (__mmask16)first_lanes(dim - d);
+        lane_set lanes = first_lanes(dim - d);
         for (int i = 0; i < 16; i++)
             words[i] = pair_bf16(rows + i * dim, i < count ? lanes : 0, rows + (16 + i) * dim, 16 + i < count ? lanes : 0);
         transpose(words);
-        for (int j = 0; j < 16 && d + j < dim; j++) _mm512_storeu_si512(panel + j * PANEL, words[j]);
+        for (int j = 0; j < 16 && d + j < dim; j++) put_words(panel + j * PANEL, words[j]);
     }
 }
 
 static void pack_keys_fp32(float *panel, const float *rows, long count, long dim) {
-    __m512i words[16];
+    ivec words[16];
     for (long d = 0; d < dim; d += 16, rows += 16, panel += 16 * PANEL)
         for (long half = 0; half < PANEL; half += 16) {
-            __mmask16 lanes = (__mmask16)first_lanes(dim - d);
-            for (long i = 0; i < 16; i++)
-                words[i] = _mm512_maskz_loadu_epi32(half + i < count ? lanes : 0, rows + (half + i) * dim);
+            lane_set lanes = first_lanes(dim - d);
+            for (long i = 0; i < 16; i++) words[i] = take_words(rows + (half + i) * dim, half + i < count ? lanes : 0);
             transpose(words);
-            for (int j = 0; j < 16 && d + j < dim; j++) _mm512_storeu_si512(panel + j * PANEL + half, words[j]);
+            for (int j = 0; j < 16 && d + j < dim; j++) put_words(panel + j * PANEL + half, words[j]);
         }
 }
 
-/* 32 elements of a row, those in `lanes`, as a row of a panel. */
-static inline void pack_value_bf16(uint16_t *place, const uint16_t *row, __mmask32 lanes) {
-    _mm512_storeu_si512(place, pair_bf16(row, (__mmask16)lanes, row + 16, (__mmask16)(lanes >> 16)));
+/* `count` elements of a row, at most 32, as a row of a panel. */
+static inline void pack_value_bf16(uint16_t *place, const uint16_t *row, long count) {
+    put_words(place, pair_bf16(row, first_lanes(count), row + 16, first_lanes(count - 16)));
 }
 
-static inline void pack_value_fp32(float *place, const float *row, __mmask32 lanes) {
-    _mm512_storeu_ps(place, _mm512_maskz_loadu_ps((__mmask16)lanes, row));
-    _mm512_storeu_ps(place + 16, _mm512_maskz_loadu_ps((__mmask16)(lanes >> 16), row + 16));
+static inline void pack_value_fp32(float *place, const float *row, long count) {
+    put(place, take_fp32(row, first_lanes(count)));
+    put(place + 16, take_fp32(row + 16, first_lanes(count - 16)));
 }

@@ -14,7 +14,7 @@ static void NAME(pack_values)(TYPE *panels, const TYPE *rows, const attention_me
             int is_seen = memory->seen[b] >> j & 1;
             TYPE *place = panels + (b * PANEL + j) * PANEL;
             for (long d = 0; d < dim; d += PANEL, place += count * PANEL * PANEL)
-                NAME(pack_value)(place, row + d, is_seen ? first_lanes(dim - d) : 0);
+                NAME(pack_value)(place, row + d, is_seen ? dim - d : 0);
         }
 }
 

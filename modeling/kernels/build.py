@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,10 +20,25 @@ import torch
 logger = logging.getLogger("jetspec.kernels")
 
 SOURCE = Path(__file__).with_name("linear.c")
-HEADERS = ("pool", "layer_body", "int8", "attention", "attention_body", "likeliest_body", "stack_body")
+HEADERS = (
+    "lanes",
+    "lanes_avx512",
+    "lanes_avx2",
+    "pool",
+    "layer_body",
+    "int8",
+    "attention",
+    "attention_body",
+    "likeliest_body",
+    "stack_body",
+)
 PARTS = (SOURCE, *(SOURCE.with_name(f"{name}.h") for name in HEADERS))
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-std=gnu11")
-NEEDED_CAPABILITIES = ("avx512_f", "avx512_bw", "avx512_vl")
+INSTRUCTION_SETS = {
+    "avx512": (("avx512_f", "avx512_bw", "avx512_vl"), ()),
+    "avx2": (("avx2", "fma3"), ("-mno-avx512f",)),
+}
+"""What the kernels can be compiled for, best first: the CPU's capabilities that it takes, and compiler flags."""
 COMPILE_LIMIT_S = 120
 
 PANEL = 32
@@ -39,23 +55,37 @@ def cache_folder() -> Path:
 
 @functools.cache
 def load_kernels() -> ctypes.CDLL | None:
-    """The compiled library, or None where it cannot be had; JETSPEC_KERNELS=0 switches it off."""
-    if os.environ.get("JETSPEC_KERNELS") == "0":
-        return None
-    capabilities = torch.cpu.get_capabilities()
-    if platform.machine() not in ("x86_64", "AMD64") or not all(capabilities.get(name) for name in NEEDED_CAPABILITIES):
+    """The compiled library, or None where it cannot be had.
+
+    JETSPEC_KERNELS=0 switches it off; a name of `INSTRUCTION_SETS` allows that one alone.
+    """
+    flags = _flags(os.environ.get("JETSPEC_KERNELS", ""))
+    if flags is None:
         return None
     try:
-        return _declare(ctypes.CDLL(str(_compiled(str(capabilities.get("cpu_name"))))))
+        cpu_name = str(torch.cpu.get_capabilities().get("cpu_name"))
+        return _declare(ctypes.CDLL(str(_compiled((*FLAGS, *flags), cpu_name))))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("own kernels are not available, using torch's: %s", error)
         return None
 
 
-def _compiled(cpu_name: str) -> Path:
+def _flags(choice: str) -> tuple[str, ...] | None:
+    """Compiler flags for the best instruction set that this CPU has and `choice` allows, None without one."""
+    if choice == "0" or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    capabilities = torch.cpu.get_capabilities()
+    for name, (needed, flags) in INSTRUCTION_SETS.items():
+        is_allowed = choice == name or choice not in INSTRUCTION_SETS
+        if is_allowed and all(capabilities.get(capability) for capability in needed):
+            return flags
+    return None
+
+
+def _compiled(flags: Sequence[str], cpu_name: str) -> Path:
     """Path of the library for this source, compiler flags and CPU, compiled if it is not there yet."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    key = hashlib.sha256(b"".join(part.read_bytes() for part in PARTS) + repr((FLAGS, cpu_name)).encode()).hexdigest()[
+    key = hashlib.sha256(b"".join(part.read_bytes() for part in PARTS) + repr((flags, cpu_name)).encode()).hexdigest()[
         :16
     ]
     folder = cache_folder()
@@ -67,7 +97,7 @@ def _compiled(cpu_name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         built = Path(temporary) / library.name
-        command = [compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
+        command = [compiler, *flags, "-o", str(built), str(SOURCE), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
         if done.returncode != 0:
             raise OSError(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-400:]}")

@@ -43,8 +43,7 @@ static void quantise(int8_t *to, const float *from, long count, float *scale, in
     __m512 value[GROUP / 16], most = _mm512_setzero_ps();
     __mmask16 nan = 0;
     for (int i = 0; i < GROUP / 16; i++) {
-        long left = count - 16 * i;
-        value[i] = _mm512_maskz_loadu_ps(left > 0 ? (__mmask16)first_lanes(left) : 0, from + 16 * i);
+        value[i] = take_fp32(from + 16 * i, first_lanes(count - 16 * i));
         nan |= _mm512_cmp_ps_mask(value[i], value[i], _CMP_UNORD_Q);
         most = _mm512_max_ps(most, _mm512_abs_ps(value[i]));
     }
@@ -125,11 +124,10 @@ static void sum_panel(const uint8_t *panel, const int8_rows *rows, long num_rows
             sum_panel(panel, &arranged, rows, depth_groups);                                                           \
             const float *scale = (const float *)(panel + depth_groups * GROUP_BYTES);                                  \
             __m512 low = _mm512_loadu_ps(scale), high = _mm512_loadu_ps(scale + 16);                                   \
-            __mmask32 lanes = first_lanes(outputs - n);                                                                \
             for (long m = 0; m < rows; m++) {                                                                          \
                 const float *sum = arranged.sums + m * PANEL;                                                          \
                 STORE(out + m * stride + n, _mm512_mul_ps(_mm512_load_ps(sum), low),                                   \
-                      _mm512_mul_ps(_mm512_load_ps(sum + 16), high), lanes);                                           \
+                      _mm512_mul_ps(_mm512_load_ps(sum + 16), high), outputs - n);                                     \
             }                                                                                                          \
         }                                                                                                              \
     }

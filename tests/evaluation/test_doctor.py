@@ -217,7 +217,7 @@ def test_machines() -> None:
     assert "torch sees" in next(machine._devices(gpu, torch.device("cuda:99"))).text
     assert machine._load(3.0, 2).severity == "note" and machine._load(0.5, 2).severity == "ok"
     assert machine._kernels(False, False).severity == "note" and "int8" in machine._kernels(True, True).text
-    assert "bf16 instructions" in machine._dtype(torch.float32, cpu, True).text
+    assert "fast with bf16" in machine._dtype(torch.float32, cpu, True).text
     assert "emulates" in machine._dtype(torch.bfloat16, cpu, False).text
     assert [machine._dtype(torch.bfloat16, device, True).severity for device in (cpu, gpu)] == ["ok", "ok"]
     (unpinned,) = machine._cores(4, PinnedCores(None, None), shares=True)

@@ -17,7 +17,9 @@ SCRATCH, POSITIONS, NUM_KEYS, MAX_ROWS = 75, 140, 140, 40  # between packed slot
 DIMS = (12, 16, 32, 48, 64, 80, 128, 256)
 SPECIAL = (float("nan"), float("inf"), -float("inf"))
 
-needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no AVX-512 or no C compiler on this machine")
+needs_kernels = pytest.mark.skipif(
+    load_kernels() is None, reason="neither AVX-512 nor AVX2, or no C compiler, on this machine"
+)
 
 
 class Case:

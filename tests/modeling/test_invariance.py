@@ -26,7 +26,7 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Switch]:
         monkeypatch.setenv("JETSPEC_KERNELS", "1" if on else "0")
         load_kernels.cache_clear()
         if on and load_kernels() is None:
-            pytest.skip("no AVX-512 or no C compiler on this machine")
+            pytest.skip("neither AVX-512 nor AVX2, or no C compiler, on this machine")
 
     yield switch
     load_kernels.cache_clear()

@@ -1,6 +1,8 @@
 """The row-independent product: right, the same bits in any company, and replaceable by torch."""
 
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +22,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((96, 64), (100, 64), (33, 7), (1, 1), (31, 1), (32, 16), (40, 17), (65, 200))
 MAX_ROWS = 40
 
-needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no AVX-512 or no C compiler on this machine")
+needs_kernels = pytest.mark.skipif(
+    load_kernels() is None, reason="neither AVX-512 nor AVX2, or no C compiler, on this machine"
+)
 
 
 @pytest.fixture
@@ -264,3 +268,27 @@ def test_other_flags_give_another_library(
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DCHANGED"))
     assert load_kernels() is not None
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_older_instruction_set_passes_these_tests_too(tmp_path: Path) -> None:
+    """A CPU with AVX-512 takes that; what CPUs with AVX2 alone get is compiled and tested on it as well."""
+    if not torch.cpu.get_capabilities().get("avx512_bw") or load_kernels() is None:
+        pytest.skip("this CPU has one instruction set of them at most")
+    names = ("kernels", "attention", "likeliest", "layers", "stack")
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not older_instruction_set",
+        *files,
+    ]
+    environment = {**os.environ, "JETSPEC_KERNELS": "avx2", "JETSPEC_KERNEL_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "no C compiler" not in done.stdout, done.stdout[-4000:]
+    assert len(list(tmp_path.iterdir())) == 1

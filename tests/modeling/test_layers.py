@@ -20,7 +20,9 @@ KINDS = {
 }
 NUM_ROWS = 40
 
-needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no AVX-512 or no C compiler on this machine")
+needs_kernels = pytest.mark.skipif(
+    load_kernels() is None, reason="neither AVX-512 nor AVX2, or no C compiler, on this machine"
+)
 
 
 def make_layer(shape: Architecture, dtype: torch.dtype) -> DecoderLayer:

@@ -20,7 +20,9 @@ NUM_SCRATCH, NUM_POSITIONS, NUM_KEYS = 12, 40, 32
 NUM_LAYERS, NUM_ROWS, FIRST_ROW = 3, 7, 4
 PLACES = ((0, False), (0, True), (1, True))  # two layers for the lower tap, one for the other
 
-needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no AVX-512 or no C compiler on this machine")
+needs_kernels = pytest.mark.skipif(
+    load_kernels() is None, reason="neither AVX-512 nor AVX2, or no C compiler, on this machine"
+)
 quantizations = pytest.mark.parametrize(
     "quantization",
     ["none", pytest.param("int8", marks=pytest.mark.skipif(not has_int8(), reason="no VNNI on this machine"))],
