@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from decoding.calibration import Calibration
 from decoding.plan import PassPlan
 from decoding.uniforms import noise_generator
@@ -11,7 +9,7 @@ from draft_worker.block import DraftBlock
 from draft_worker.methods import OpenedSequence
 from draft_worker.networks import DraftNetworks
 from draft_worker.round import DraftRound, SelectionRule, fallback_block
-from draft_worker.sequence import DraftSequence, MemoryPool, SequenceMemory
+from draft_worker.sequence import DraftModelMethod, DraftSequence, SequenceMemory
 from draft_worker.timing import PlanChooser
 
 
@@ -24,7 +22,7 @@ class Ranking:
     threshold: float | None = None
 
 
-class ForesightMethod:
+class ForesightMethod(DraftModelMethod):
     """Needs an adapter; without one it only falls back. `max_cache_size`: most outcomes any plan prepares."""
 
     def __init__(
@@ -35,23 +33,9 @@ class ForesightMethod:
         max_cache_size: int,
         ranking: Ranking | None = None,
     ) -> None:
-        self.networks = networks
-        self.num_draft_tokens = num_draft_tokens
+        super().__init__(networks, num_draft_tokens, max_cache_size)
         self.ranking = ranking or Ranking()
         self._chooser = chooser
-        self._memories = MemoryPool(networks, num_draft_tokens, max_cache_size)
-
-    @property
-    def device(self) -> torch.device:
-        return self.networks.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.networks.dtype
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return self.networks.config.tap_layers
 
     @property
     def decoder_layers(self) -> tuple[int, ...]:

@@ -68,6 +68,27 @@ class MemoryPool:
         return memory
 
 
+class DraftModelMethod:
+    """What methods that draft with a draft model have in common; `max_cache_size`: most outcomes a round prepares."""
+
+    def __init__(self, networks: DraftNetworks, num_draft_tokens: int, max_cache_size: int) -> None:
+        self.networks = networks
+        self.num_draft_tokens = num_draft_tokens
+        self._memories = MemoryPool(networks, num_draft_tokens, max_cache_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.networks.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.networks.dtype
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self.networks.config.tap_layers
+
+
 class DraftSequence:
     """Verified tokens and true rows of a sequence. `num_rows` = n: the anchor `token_ids[-1]` has no row yet."""
 

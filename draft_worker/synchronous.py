@@ -6,38 +6,22 @@ bidirectional or causal. `dspark` and `domino` let a head fix the drafts of such
 
 from typing import Final
 
-import torch
-
 from decoding.plan import PassPlan
 from decoding.uniforms import noise_generator
 from draft_worker.block import DraftBlock
 from draft_worker.methods import OpenedSequence
 from draft_worker.networks import DraftNetworks
 from draft_worker.round import fallback_block
-from draft_worker.sequence import DraftSequence, MemoryPool, SequenceMemory
+from draft_worker.sequence import DraftModelMethod, DraftSequence, SequenceMemory
 
 
-class SynchronousMethod:
+class SynchronousMethod(DraftModelMethod):
     """Drafts with a draft model alone; what the target's later layers or an adapter could say is not looked at."""
 
     plan: Final[None] = None
 
     def __init__(self, networks: DraftNetworks, num_draft_tokens: int) -> None:
-        self.networks = networks
-        self.num_draft_tokens = num_draft_tokens
-        self._memories = MemoryPool(networks, num_draft_tokens, 1)
-
-    @property
-    def device(self) -> torch.device:
-        return self.networks.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.networks.dtype
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return self.networks.config.tap_layers
+        super().__init__(networks, num_draft_tokens, 1)
 
     @property
     def decoder_layers(self) -> tuple[int, ...]:
