@@ -9,7 +9,7 @@ import torch
 
 from draft_worker.loading import MethodFiles, MethodSettings, load_method
 from draft_worker.methods import DraftMethod
-from modeling.kernels.int8 import Quantization
+from modeling.kernels.int8 import Quantization, has_int8
 from protocol.memory_channel import FaultPlan
 from protocol.messages import Block, CachePush, ContextRows, OutcomeRows
 from protocol.worker_config import DraftMethodName
@@ -89,6 +89,7 @@ def test_bfloat16(models: TinyModels, case: Case) -> None:
         engine.compare(JOBS)
 
 
+@pytest.mark.skipif(not has_int8(), reason="no VNNI or no C compiler on this machine")
 @pytest.mark.parametrize("case", [SYNCHRONOUS[4], OWN_DRAFTER], ids=named)
 def test_a_drafter_that_knows_the_rule_is_often_right(models: TinyModels, case: Case) -> None:
     """The Markov head makes drafts right that the backbone alone has wrong."""

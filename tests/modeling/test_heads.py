@@ -30,6 +30,7 @@ from modeling.heads import (
     head_config_from_json,
     with_head,
 )
+from modeling.kernels.int8 import has_int8
 from modeling.vocabulary import DraftHead
 from tests.modeling.tiny_models import VOCAB_SIZE, relative_error, tiny_architecture
 
@@ -133,6 +134,7 @@ def test_one_pass_equals_slot_by_slot(config: HeadConfig, packed: bool) -> None:
     assert not torch.allclose(whole, inputs[0])
 
 
+@pytest.mark.skipif(not has_int8(), reason="no VNNI or no C compiler on this machine")
 @pytest.mark.parametrize("config", [MARKOV, GRU])
 def test_a_quantised_head_stays_close(config: HeadConfig) -> None:
     inputs = block_inputs()
