@@ -89,7 +89,6 @@ def test_bfloat16(models: TinyModels, case: Case) -> None:
         engine.compare(JOBS)
 
 
-@pytest.mark.skipif(not has_int8(), reason="no VNNI or no C compiler on this machine")
 @pytest.mark.parametrize("case", [SYNCHRONOUS[4], OWN_DRAFTER], ids=named)
 def test_a_drafter_that_knows_the_rule_is_often_right(models: TinyModels, case: Case) -> None:
     """The Markov head makes drafts right that the backbone alone has wrong."""
@@ -174,6 +173,7 @@ def test_stop_tokens_end_a_text_in_the_middle_of_a_block(models: TinyModels) -> 
     assert all(entry.anchor != stop for push in pushes if isinstance(push, CachePush) for entry in push.entries)
 
 
+@pytest.mark.skipif(not has_int8(), reason="no VNNI or no C compiler on this machine")
 @pytest.mark.parametrize("case", [SYNCHRONOUS[4], SYNCHRONOUS[6], OWN_DRAFTER], ids=named)
 def test_int8_drafting_networks(models: TinyModels, case: Case) -> None:
     with Engine(models, options=options(case)) as engine:
