@@ -189,9 +189,9 @@ class Trainer:
         `should_stop` is asked before every step. Raises `InputError` when the loss is no number: what was saved stays.
         """
         config, state = self.config, self.state
-        started = last_evaluation = time.monotonic()
         before = state.trained_s
         report(f"step {state.step} start {evaluate()}")
+        started = last_evaluation = time.monotonic()  # the first evaluation may have to compute states
         running, count = 0.0, 0
         for num_steps, item in enumerate(batches):
             elapsed = time.monotonic() - started
