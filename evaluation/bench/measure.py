@@ -153,19 +153,21 @@ def _one_round(runners: Sequence[Runner], number: int, prompt: BenchPrompt, meas
     return [runner for runner in runners if any(runner is other for other in going)]
 
 
-def best_gamma(speedups: Mapping[int, Sequence[float]]) -> int | None:
-    """The number of drafts with the highest median speed-up; None when nothing was measured."""
-    medians = {gamma: statistics.median(values) for gamma, values in speedups.items() if values}
-    return max(medians, key=lambda gamma: medians[gamma], default=None)
+def best_gamma(speedups: Mapping[int, float]) -> int | None:
+    """The number of drafts with the highest speed-up; None when nothing was measured."""
+    return max(speedups, key=lambda gamma: speedups[gamma], default=None)
 
 
-def speedups_by_gamma(measured: Measured) -> dict[str, dict[int, list[float]]]:
-    """By contestant and number of drafts."""
+def speedups_by_gamma(measured: Measured) -> dict[str, dict[int, float]]:
+    """Median speed-ups by contestant and number of drafts."""
     found: dict[str, dict[int, list[float]]] = {}
     for m in measured.measurements:
         if m.contestant.gamma is not None and m.speedup is not None:
             found.setdefault(m.contestant.name, {}).setdefault(m.contestant.gamma, []).append(m.speedup)
-    return found
+    return {
+        name: {gamma: statistics.median(values) for gamma, values in sorted(by_gamma.items())}
+        for name, by_gamma in found.items()
+    }
 
 
 def _rotated(runners: Sequence[Runner], number: int) -> Iterator[Runner]:

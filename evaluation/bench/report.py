@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,12 +20,13 @@ NOTE = (
 
 @dataclass
 class Report:
-    """Everything a run has to say."""
+    """Everything a run has to say. speedups_by_gamma: how each contestant's γ was chosen."""
 
     measured: Measured = field(default_factory=Measured)
     loads: list[Load] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     settings: dict[str, object] = field(default_factory=dict)
+    speedups_by_gamma: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def rows(self) -> list[Row]:
         return rows_of(self.measured)
@@ -37,6 +38,7 @@ class Report:
             "concurrency": [load.as_json() for load in self.loads],
             "skipped": self.skipped,
             "failed": self.measured.failures,
+            "speedups_by_gamma": self.speedups_by_gamma,
             "settings": self.settings,
         }
 
@@ -45,6 +47,7 @@ class Report:
         rows = self.rows()
         parts = [_about(self.settings), _main_table(rows), NOTE]
         parts += [_phase_table(rows)] if any(row.phases_ms for row in rows) else []
+        parts += [_gamma_table(self.speedups_by_gamma)] if self.speedups_by_gamma else []
         parts += [_load_table(self.loads)] if self.loads else []
         faults = [f"- left out: **{', '.join(names)}**: {reason}" for reason, names in _by_reason(self.skipped).items()]
         faults += [f"- **{name}** failed: {reason}" for name, reason in self.measured.failures.items()]
@@ -124,6 +127,14 @@ def _phase_table(rows: Sequence[Row]) -> str:
         if row.phases_ms
     ]
     return _table(head, body)
+
+
+def _gamma_table(speedups: Mapping[str, Mapping[int, float]]) -> str:
+    gammas = sorted({gamma for by_gamma in speedups.values() for gamma in by_gamma})
+    head = ["speed-up on trial prompts", *(f"γ={gamma}" for gamma in gammas)]
+    return _table(
+        head, [[name, *(_number(by_gamma.get(gamma), 2) for gamma in gammas)] for name, by_gamma in speedups.items()]
+    )
 
 
 def _load_table(loads: Sequence[Load]) -> str:

@@ -163,7 +163,7 @@ def _with_best_gammas(
     for group in grouped([*baseline, *candidates], plan.max_processes):
         with plan.stage.open(group, not_started, kept) as runners:
             measure(warm_up(runners, prompts[0], trial), prompts, trial)
-    tried = speedups_by_gamma(trial)
+    tried = report.speedups_by_gamma = speedups_by_gamma(trial)
     chosen = []
     for contestant in plan.contestants:
         gamma = best_gamma(tried.get(contestant.name, {}))

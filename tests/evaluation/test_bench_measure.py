@@ -159,7 +159,10 @@ def test_the_best_gamma_has_the_highest_median_speedup() -> None:
     trial = Measured()
     measure(runners, PROMPTS, trial)
     tried = speedups_by_gamma(trial)
-    assert tried == {"jetspec++": {3: pytest.approx([2.0, 2.0, 2.0]), 6: pytest.approx([9.0, 1.5, 1.5])}}
+    assert tried == {"jetspec++": {3: pytest.approx(2.0), 6: pytest.approx(1.5)}}
+    report = Report(speedups_by_gamma=tried)
+    assert "| jetspec++                 | 2.00 | 1.50 |" in report.as_markdown()
+    assert report.as_json()["speedups_by_gamma"] == tried
     assert best_gamma(tried["jetspec++"]) == 3
     assert best_gamma({}) is None
 

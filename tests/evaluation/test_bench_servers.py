@@ -92,6 +92,7 @@ def test_the_whole_run(
     assert [row.method for row in rows] == ["ar", "jetspec++"]
     assert rows[0].num_prompts == rows[1].num_prompts == 2
     assert rows[1].num_speculative_tokens in (2, 3)
+    assert set(report.speedups_by_gamma["jetspec++"]) == {2, 3}
     assert rows[1].tau is not None and rows[1].tau > 1.0
     assert rows[1].num_same_texts == 2 and report.mismatch_lines() == []
     assert "dspark" in report.skipped and "none is shipped" in report.skipped["dspark"]
