@@ -74,6 +74,7 @@ def rows_of(measured: Measured) -> list[Row]:
 
 def _row(group: Sequence[Measurement], measured: Measured) -> Row:
     contestant, dataset = group[0].contestant, group[0].prompt.dataset
+    prompts = {m.prompt.id for m in group}  # plain decoding answers one once for every group of contestants
     speeds = Spread.of([m.generation.tokens_per_s for m in group if m.generation.tokens_per_s is not None])
     speedups = Spread.of([m.speedup for m in group if m.speedup is not None])
     readings = [m.counters for m in group if m.counters is not None]
@@ -89,7 +90,7 @@ def _row(group: Sequence[Measurement], measured: Measured) -> Row:
         verify_ms=rounds.verify_ms if rounds else None,
         exposed_ms=rounds.exposed_ms if rounds else None,
         hit_rate=_hit_rate(contestant, rounds),
-        num_prompts=len({m.prompt.id for m in group}),
+        num_prompts=len(prompts),
         num_speculative_tokens=contestant.gamma,
         cache_size=contestant.cache_size,
         tokens_per_s_quartiles=(speeds.low, speeds.high) if speeds else None,
@@ -97,7 +98,7 @@ def _row(group: Sequence[Measurement], measured: Measured) -> Row:
         tau_quartiles=(taus.low, taus.high) if taus else None,
         first_token_ms=1e3 * statistics.median(m.generation.first_s for m in group),
         num_tokens=sum(m.generation.num_tokens for m in group),
-        num_same_texts=sum(m.is_same_text for m in group),
+        num_same_texts=len(prompts - {m.prompt.id for m in group if not m.is_same_text}),
         phases_ms=phases_ms(phases) if phases else {},
         outcomes=rounds.outcomes if rounds else {},
         acceptance=rounds.acceptance if rounds else (),
