@@ -69,7 +69,8 @@ async def test_leaving_clients_and_lost_drafters_change_no_text(start: Starter) 
         samples = await server.samples()
         drafted = ("hit", "late_hit", "miss")  # which of them depends on who is faster
         assert sum(samples[f"jetspec_rounds_total[outcome={outcome}]"] for outcome in drafted) > 0
-        assert samples["jetspec_draft_seconds_count"] > 0 and samples["jetspec_transport_seconds_count"] > 0
+        # A text begins with a block that is drafted and waited for; whether one comes from a cache depends on speed.
+        assert samples["jetspec_fallback_seconds_count"] > 0 and samples["jetspec_transport_seconds_count"] > 0
         assert 0.0 <= samples["jetspec_transport_seconds_sum"] < LIMIT_S
 
         workers = server.workers()
