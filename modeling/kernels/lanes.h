@@ -10,8 +10,6 @@ static inline lane_set first_lanes(long count) {
     return count >= 16 ? (lane_set)0xffff : count > 0 ? (lane_set)((1u << count) - 1) : (lane_set)0;
 }
 
-static inline uint32_t first_keys(long count) { return count >= 32 ? 0xffffffffu : ((uint32_t)1 << count) - 1; }
-
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include "lanes_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__)

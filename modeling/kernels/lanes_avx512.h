@@ -78,7 +78,8 @@ static inline void put_words(void *to, ivec words) { _mm512_storeu_si512(to, wor
 
 /* Which of up to 32 bytes are not zero. */
 static inline uint32_t nonzero_bytes(const uint8_t *from, long count) {
-    __m256i bytes = _mm256_maskz_loadu_epi8(first_keys(count), from);
+    __mmask32 lanes = count >= 32 ? 0xffffffffu : ((__mmask32)1 << count) - 1;
+    __m256i bytes = _mm256_maskz_loadu_epi8(lanes, from);
     return _mm256_test_epi8_mask(bytes, bytes);
 }
 
