@@ -112,6 +112,12 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
         default="half_zero",
         help="how many true tokens a block begins with",
     )
+    parser.add_argument(
+        "--slot-weights",
+        choices=("uniform", "reach"),
+        default="uniform",
+        help="what a slot counts: all alike, or as often as a round gets so far",
+    )
 
 
 def _add_backbone(parser: argparse.ArgumentParser) -> None:
@@ -209,6 +215,7 @@ def _add_training(parser: argparse.ArgumentParser, learning_rate: float, batch_t
     parser.add_argument("--warmup-steps", type=_number, default=60, help="steps of linear warm-up")
     parser.add_argument("--batch-tokens", type=_count, default=batch_tokens, help="tokens in a batch, padding included")
     parser.add_argument("--max-sequences", type=_number, default=0, help="sequences to train on (0: all)")
+    parser.add_argument("--skip-sequences", type=_number, default=0, help="sequences to pass over before those")
     parser.add_argument("--held-out", type=_count, default=held_out, help="sequences to evaluate on, at most 64")
     parser.add_argument("--states-dir", type=Path, default=_states_folder(), help="where target states are kept")
     parser.add_argument("--evaluate-minutes", type=_positive, default=5.0, help="time between evaluations")

@@ -153,12 +153,17 @@ def split_corpus(corpus: Corpus, num_held_out: int = NUM_HELD_OUT) -> Split:
 
 
 def choose_sequences(
-    sequences: Sequence[CorpusSequence], count: int, has_states: Callable[[CorpusSequence], bool]
+    sequences: Sequence[CorpusSequence], count: int, has_states: Callable[[CorpusSequence], bool], skip: int = 0
 ) -> list[CorpusSequence]:
-    """`count` sequences (0: all) in corpus order: those whose states are there already, then by one fixed shuffle."""
-    if count == 0 or count >= len(sequences):
-        return list(sequences)
-    order = np.random.default_rng(SUBSET_SEED).permutation(len(sequences))
+    """`count` sequences (0: all) in corpus order: those whose states are there already, then by one fixed shuffle.
+
+    The first `skip` of the shuffle are passed over: a training that goes on can see others than the one before it.
+    Raises `CorpusError` where that leaves none.
+    """
+    order = np.random.default_rng(SUBSET_SEED).permutation(len(sequences))[skip:]
+    if not len(order):
+        raise CorpusError(f"{len(sequences)} sequences are not enough to pass over {skip}")
+    count = count or len(order)
     shuffled = sorted((sequences[int(index)] for index in order), key=lambda sequence: not has_states(sequence))
     return sorted(shuffled[:count], key=lambda sequence: sequence.index)
 

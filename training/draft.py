@@ -23,9 +23,11 @@ from modeling.vocabulary import DraftHead
 from training.blocks import Blocks, gather_rows, make_blocks, random_anchors
 from training.corpus import Batch, CorpusSequence, StateStore, batches
 from training.loop import write_folder
-from training.losses import forward_kl
+from training.losses import forward_kl, reach_weights
 
 PrefixSchedule = Literal["half_zero", "geometric", "noise"]
+SlotWeights = Literal["uniform", "reach"]
+REACH_FLOOR = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class DraftRun:
     num_slots: int
     num_anchors: int
     schedule: PrefixSchedule
+    slot_weights: SlotWeights = "uniform"
 
 
 def clean_lengths(schedule: PrefixSchedule, count: int, num_slots: int, generator: np.random.Generator) -> np.ndarray:
@@ -84,7 +87,7 @@ def block_hidden(run: DraftRun, batch: Batch, blocks: Blocks, inputs: Tensor) ->
 
 
 def draft_loss(run: DraftRun, batch: Batch, blocks: Blocks, generator: np.random.Generator) -> Tensor:
-    """Forward KL over the draft vocabulary, mean over the slots whose teacher row exists."""
+    """Forward KL over the draft vocabulary, mean over the slots whose teacher row exists, weighted as the run says."""
     b, n = blocks.anchors.shape
     clean = (
         torch.from_numpy(clean_lengths(run.schedule, b * n, run.num_slots, generator)).view(b, n).to(batch.taps.device)
@@ -93,7 +96,23 @@ def draft_loss(run: DraftRun, batch: Batch, blocks: Blocks, generator: np.random
     slots = draft_slots(run.model.config, batch, blocks)
     keep = blocks.valid.view(b, n, -1)[:, :, slots.first :]
     teacher = run.head.logits(gather_rows(batch.last, slots.before.flatten(1))[keep.flatten(1)])
-    return forward_kl(run.head.logits(hidden.view(b, n, run.num_slots, -1)[:, :, slots.first :][keep]), teacher)
+    logits = run.head.logits(hidden.view(b, n, run.num_slots, -1)[:, :, slots.first :][keep])
+    if run.slot_weights == "uniform":
+        return forward_kl(logits, teacher)
+    weights = reach_weights(text_probability(run, batch, slots, keep, logits), clean, REACH_FLOOR)
+    return forward_kl(logits, teacher, weights[keep])
+
+
+@torch.no_grad()
+def text_probability(run: DraftRun, batch: Batch, slots: "DraftSlots", keep: Tensor, logits: Tensor) -> Tensor:
+    """Probability [b, N, D] that the drafter gives to the text's token after each slot; logits [rows, W] of the slots
+    where `keep` [b, N, D]. 0 elsewhere, and for tokens that the draft vocabulary lacks."""
+    after = (slots.before + 1).clamp(max=batch.token_ids.shape[1] - 1)
+    columns = run.head.columns[gather_rows(batch.token_ids, after.flatten(1)).view_as(after)][keep]
+    probability = logits.float().softmax(-1).gather(-1, columns.clamp(min=0)[:, None])[:, 0]
+    result = torch.zeros(keep.shape, device=logits.device)
+    result[keep] = torch.where(columns < 0, torch.zeros_like(probability), probability)
+    return result
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,24 @@ def absolute_difference(logits: Tensor, teacher: Tensor, weights: Tensor) -> Ten
     return weighted_mean(difference.abs().sum(-1), weights)
 
 
-def forward_kl(logits: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher ‖ student) of rows of logits [rows, W], mean over rows."""
+def forward_kl(logits: Tensor, teacher: Tensor, weights: Tensor | None = None) -> Tensor:
+    """KL(teacher ‖ student) of rows of logits [rows, W], mean over rows, or their mean under `weights` [rows]."""
     student = logits.float().log_softmax(-1)
-    return F.kl_div(student, teacher.float().log_softmax(-1), log_target=True, reduction="batchmean")
+    teacher = teacher.float().log_softmax(-1)
+    if weights is None:
+        return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+    return weighted_mean(F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1), weights)
+
+
+@torch.no_grad()
+def reach_weights(chosen: Tensor, clean: Tensor, floor: float) -> Tensor:
+    """Weights [..., D] of drafts: the probability, by the drafter itself, that a round gets as far as each of them.
+
+    chosen [..., D]: probability that a draft is the token of the text. clean [...]: tokens that the block was given,
+    which need no drafting. Draft d counts as often as drafts clean..d-1 are all right, and never less than `floor`: a
+    round ends at its first wrong draft, so what stands behind one matters only where it was right.
+    """
+    given = torch.arange(chosen.shape[-1], device=chosen.device) < clean[..., None]
+    reach = torch.where(given, torch.ones_like(chosen), chosen).cumprod(-1).roll(1, -1)
+    reach[..., 0] = 1
+    return floor + (1 - floor) * reach

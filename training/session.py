@@ -56,6 +56,7 @@ class TrainingOptions:
     warmup_steps: int
     batch_tokens: int
     max_sequences: int
+    skip_sequences: int
     held_out: int
     states_dir: Path
     evaluate_minutes: float
@@ -125,7 +126,7 @@ def prepare_data(
     """Split a corpus and open its states. Raises `CorpusError` when it is too small."""
     split = split_corpus(corpus)
     store = StateStore(corpus, target, tap_layers, options.states_dir, files.fingerprint)
-    chosen = choose_sequences(split.training, options.max_sequences, store.has)
+    chosen = choose_sequences(split.training, options.max_sequences, store.has, options.skip_sequences)
     held_out = split.held_out[: options.held_out]
     note(f"{len(chosen)} sequences to train on, {len(held_out)} held out; states in {store.path}")
     return TrainingData(corpus, store, chosen, held_out)

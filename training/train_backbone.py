@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from training.baselines import LabelRule, Labels, default_slot_decay, dflash_loss
 from training.draft import DraftRun
 from training.start import BackboneOptions, Method
-from training.train_draft import BlockLoss, forward_kl, train_draft_model
+from training.train_draft import BlockLoss, equation_nine, train_draft_model
 
 DFLASH = Method("dflash", causal=False, inputs="mask")
 JETSPEC = Method("jetspec", causal=True, inputs="mask")
@@ -36,4 +36,4 @@ def train_dflash(options: DflashOptions) -> None:
 
 def train_jetspec(options: JetspecOptions) -> None:
     """Forward KL from the target's distribution, all slots alike. Raises as `train_dflash` does."""
-    train_draft_model(JETSPEC, options, "noise", forward_kl, max_passes=0)
+    train_draft_model(JETSPEC, options, "noise", equation_nine, max_passes=0)

@@ -14,6 +14,7 @@ from training.corpus import Batch
 from training.draft import (
     DraftRun,
     PrefixSchedule,
+    SlotWeights,
     draft_batches,
     draft_loss,
     evaluate_draft,
@@ -34,16 +35,17 @@ class DraftOptions(BackboneOptions):
 
     inputs: Inputs | None
     schedule: PrefixSchedule
+    slot_weights: SlotWeights
 
 
 def train_draft(options: DraftOptions) -> None:
     """Train until the minutes are used up. Raises `InputError`, `UnsupportedModel` or OSError."""
     method = Method("draft", inputs=options.inputs)
-    train_draft_model(method, options, options.schedule, forward_kl, MAX_PASSES)
+    train_draft_model(method, options, options.schedule, equation_nine, MAX_PASSES, options.slot_weights)
 
 
-def forward_kl(run: DraftRun, seed: int) -> BlockLoss:
-    """The loss of equation 9: from the target's distribution, all slots alike."""
+def equation_nine(run: DraftRun, seed: int) -> BlockLoss:
+    """The loss of equation 9: from the target's distribution, slots weighted as the run says."""
     generator = np.random.default_rng(seed)
     return lambda batch, blocks: draft_loss(run, batch, blocks, generator)
 
@@ -54,6 +56,7 @@ def train_draft_model(
     schedule: PrefixSchedule,
     loss_of: Callable[[DraftRun, int], BlockLoss],
     max_passes: int,
+    slot_weights: SlotWeights = "uniform",
 ) -> None:
     """Train one kind of draft model by a loss; its evaluations go up to J = `max_passes`. Raises as `train_draft`."""
     device = options.place.prepare()
@@ -72,6 +75,7 @@ def train_draft_model(
             num_slots=config.block_size,
             num_anchors=options.anchors,
             schedule=schedule,
+            slot_weights=slot_weights,
         )
         trainer = Trainer(run.model, options.loop_config(device), options.output)
         seed = options.seed + trainer.state.step

@@ -121,6 +121,11 @@ def test_trainings_choose_the_same_sequences(states: States) -> None:
     fewer = {sequence.index for sequence in choose_sequences(sequences, 10, nothing)}
     assert fewer < chosen
     assert choose_sequences(sequences, 0, nothing) == sequences
+    others = choose_sequences(sequences, 30, nothing, skip=30)
+    assert len(others) == 30
+    assert not {sequence.index for sequence in others} & {sequence.index for sequence in first}
+    with pytest.raises(CorpusError, match="not enough"):
+        choose_sequences(sequences, 30, nothing, skip=len(sequences))
 
 
 def test_states_are_the_targets_own(states: States, target_runner: TargetRunner) -> None:

@@ -16,8 +16,10 @@ from tests.tiny.models import VOCAB_SIZE, DraftKind, make_draft_model
 from tests.training.texts import CPU, States
 from training.blocks import make_blocks, random_anchors
 from training.draft import (
+    REACH_FLOOR,
     DraftRun,
     PrefixSchedule,
+    SlotWeights,
     block_hidden,
     clean_lengths,
     draft_batches,
@@ -25,6 +27,7 @@ from training.draft import (
     evaluate_draft,
     noised_inputs,
 )
+from training.losses import reach_weights
 
 NUM_SLOTS = 4
 
@@ -90,10 +93,13 @@ def test_mask_inputs(states: States, target: Target) -> None:
 
 @pytest.mark.parametrize("slots", get_args(Slots))
 @pytest.mark.parametrize("is_trimmed", [False, True])
-def test_every_slot_is_taught_by_the_right_row(states: States, target: Target, slots: Slots, is_trimmed: bool) -> None:
+@pytest.mark.parametrize("slot_weights", get_args(SlotWeights))
+def test_every_slot_is_taught_by_the_right_row(
+    states: States, target: Target, slots: Slots, is_trimmed: bool, slot_weights: SlotWeights
+) -> None:
     """The loss against a loop over slots, whose teachers come from the clean text by position."""
     vocabulary = torch.arange(0, VOCAB_SIZE, 2) if is_trimmed else None
-    run = make_run(target, slots=slots, vocabulary=vocabulary)
+    run = replace(make_run(target, slots=slots, vocabulary=vocabulary), slot_weights=slot_weights)
     columns = torch.arange(VOCAB_SIZE) if vocabulary is None else vocabulary
     batch = states.store.batch(states.corpus.sequences[:3], CPU)
     anchors, valid = random_anchors(batch, 4, np.random.default_rng(0))
@@ -103,9 +109,10 @@ def test_every_slot_is_taught_by_the_right_row(states: States, target: Target, s
     generator = np.random.default_rng(5)
     clean = torch.from_numpy(clean_lengths("half_zero", 12, NUM_SLOTS, generator)).view(3, 4)
     hidden = block_hidden(run, batch, blocks, noised_inputs(run, batch, blocks, clean, generator))
-    losses = []
+    losses, weights = [], []
     for row, length in enumerate(batch.lengths):
         for block in range(4):
+            reach = 1.0  # the drafter's own probability of the text's tokens before the draft, given ones apart
             for slot in range(NUM_SLOTS):
                 here = int(anchors[row, block]) + slot
                 taught_by = here if slots == "shifted" else here - 1  # the row whose next token the slot predicts
@@ -114,7 +121,20 @@ def test_every_slot_is_taught_by_the_right_row(states: States, target: Target, s
                 teacher = F.linear(batch.last[row, taught_by], target.head[columns]).softmax(-1)
                 student = F.linear(hidden[row, block * NUM_SLOTS + slot], target.head[columns]).log_softmax(-1)
                 losses.append((teacher * (teacher.log() - student)).sum())
-    torch.testing.assert_close(loss, torch.stack(losses).mean(), rtol=1e-4, atol=1e-5)
+                weights.append(1.0 if slot_weights == "uniform" else REACH_FLOOR + (1 - REACH_FLOOR) * reach)
+                drafted = taught_by + 1
+                if drafted < length and drafted - int(anchors[row, block]) > int(clean[row, block]):
+                    column = (columns == batch.token_ids[row, drafted]).nonzero()
+                    reach *= student[column[0, 0]].exp().item() if len(column) else 0.0
+    wanted = (torch.stack(losses) * torch.tensor(weights)).sum() / sum(weights)
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_slot_weighs_as_much_as_a_round_gets_so_far() -> None:
+    chosen = torch.tensor([[0.5, 0.5, 0.0, 0.9]]).expand(3, -1)
+    weights = reach_weights(chosen, torch.tensor([0, 1, 3]), floor=0.0)
+    assert weights.tolist() == [[1, 0.5, 0.25, 0], [1, 1, 0.5, 0], [1, 1, 1, 1]]
+    assert reach_weights(chosen, torch.tensor([0, 1, 3]), floor=0.2)[0].tolist() == pytest.approx([1, 0.6, 0.4, 0.2])
 
 
 @pytest.mark.parametrize("slots", get_args(Slots))
