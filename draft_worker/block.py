@@ -1,15 +1,21 @@
 """Blocks as plain values: what a drafting method proposes, and what its speculation cache holds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """Drafts d_1..d_γ and the probability each had when it was chosen."""
+    """Drafts d_1..d_γ and the probability each had when it was chosen.
+
+    logits [γ, W]: the draft model's, from the last pass over each open slot, where its method keeps them.
+    """
 
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]
+    logits: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

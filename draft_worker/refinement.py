@@ -25,7 +25,8 @@ class Drafts:
 
     anchors [R]; token_ids [R, γ] drafts d_1..d_γ; confidences [R, γ] the probability each had when it was chosen;
     num_frozen [R]: slots that are context; slot num_frozen holds the row's current anchor. candidates [R, γ, C]: each
-    draft's likeliest columns in the pass that chose it, best first, where `num_candidates` asks for them.
+    draft's likeliest columns in the pass that chose it, best first, where `num_candidates` asks for them. logits
+    [R, γ, W]: of the last pass in which each slot was open, kept where foresight's opinion will be pooled with them.
     """
 
     packing: Packing
@@ -36,6 +37,7 @@ class Drafts:
     feature: Tensor | None = None
     num_candidates: int = 0
     candidates: Tensor | None = None
+    logits: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -106,6 +108,8 @@ def refine(sequence: DraftSequence, drafts: Drafts) -> None:
     is_open = draft_number[None, :] > drafts.num_frozen[:, None]
     drafts.token_ids = torch.where(is_open, networks.to_token_ids(best.column), drafts.token_ids)
     drafts.confidences = torch.where(is_open, best.log_p.exp(), drafts.confidences)
+    if networks.stacks.adapter is not None:
+        drafts.logits = logits if drafts.logits is None else torch.where(is_open[..., None], logits, drafts.logits)
     if drafts.num_candidates:
         several = logits.float().topk(min(drafts.num_candidates, logits.shape[-1])).indices
         before = several if drafts.candidates is None else drafts.candidates

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from decoding.calibration import Calibration, calibrated_scores
 from decoding.outcomes import OutcomeTable, top_outcomes
 from decoding.plan import PassPlan
+from decoding.pooling import pooled_outlook
 from decoding.selection import select
 from draft_worker.block import DraftBlock, PreparedBlock, find_block
 from draft_worker.foresight import Foresight, foresee
@@ -90,13 +92,18 @@ class DraftRound:
         """Only finished blocks are of use."""
         raise AssertionError("no outcome is ever begun")
 
+    def outlook(self, foresight: Foresight) -> Tensor:
+        """Log-probabilities [γ+1, W] of the token after each row of the block under verification."""
+        return pooled_outlook(foresight.log_p, self.block.logits)
+
     def score(self, foresight: Foresight) -> OutcomeTable:
         """All candidate outcomes, best first (equation 6, or the calibrated score of equation 8)."""
         columns = self.sequence.networks.to_columns(self.block.token_ids)
+        log_p = self.outlook(foresight)
         if self.rule.calibration is None:
-            return top_outcomes(foresight.log_p, columns, CANDIDATES_PER_ROW)
-        confidences = torch.tensor(self.block.confidences, device=foresight.log_p.device)
-        return calibrated_scores(foresight.log_p, columns, confidences, self.rule.calibration, CANDIDATES_PER_ROW)
+            return top_outcomes(log_p, columns, CANDIDATES_PER_ROW)
+        confidences = torch.tensor(self.block.confidences, device=log_p.device)
+        return calibrated_scores(log_p, columns, confidences, self.rule.calibration, CANDIDATES_PER_ROW)
 
     def _select(self, foresight: Foresight) -> list[tuple[int, int]]:
         networks = self.sequence.networks
@@ -120,7 +127,8 @@ class DraftRound:
 def blocks_of(drafts: Drafts) -> list[DraftBlock]:
     """The rows of a packed batch as plain values."""
     tokens, confidences = drafts.token_ids.tolist(), drafts.confidences.tolist()
-    return [DraftBlock(tuple(t), tuple(c)) for t, c in zip(tokens, confidences, strict=True)]
+    logits = [None] * len(tokens) if drafts.logits is None else list(drafts.logits)
+    return [DraftBlock(tuple(t), tuple(c), row) for t, c, row in zip(tokens, confidences, logits, strict=True)]
 
 
 def fallback_block(sequence: DraftSequence, num_draft_tokens: int, generator: torch.Generator) -> DraftBlock:

@@ -48,7 +48,8 @@ class RefinedBlock:
     def first(self, num_draft_tokens: int) -> DraftBlock:
         """The block of a smaller budget: with a causal draft model later slots change nothing in earlier ones."""
         block = self.block
-        return DraftBlock(block.token_ids[:num_draft_tokens], block.confidences[:num_draft_tokens])
+        logits = None if block.logits is None else block.logits[:num_draft_tokens]
+        return DraftBlock(block.token_ids[:num_draft_tokens], block.confidences[:num_draft_tokens], logits)
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class _Rows:
                 feature=feature,
                 num_candidates=drafts.num_candidates,
                 candidates=None if drafts.candidates is None else drafts.candidates[index],
+                logits=None if drafts.logits is None else drafts.logits[index],
             ),
             num_accepted,
         )

@@ -16,6 +16,7 @@ import torch
 from decoding.calibration import Calibration
 from decoding.observation import ObservedRound, RoundOutcome, compact_round
 from decoding.outcomes import ABSENT
+from decoding.pooling import pooled_outlook
 from decoding.rules import outcome_rank
 from decoding.uniforms import noise_generator
 from draft_worker.block import DraftBlock
@@ -277,7 +278,7 @@ class Replay:
         assert walk.block is not None
         candidates = walk.block.candidates
         observed = compact_round(
-            log_p[: gamma + 1],
+            pooled_outlook(log_p[: gamma + 1], block.logits),
             networks.to_columns(block.token_ids),
             torch.tensor(block.confidences),
             RoundOutcome(step.ending.num_accepted, networks.head.column(step.anchor), self._ends),

@@ -184,7 +184,7 @@ class Trainer:
         report: Callable[[str], None],
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train; every `evaluate_minutes` and at the end: save, evaluate, report a line.
+        """Train; every `evaluate_minutes` and at the end: save, evaluate, report a line where there is news.
 
         `should_stop` is asked before every step. Raises `InputError` when the loss is no number: what was saved stays.
         """
@@ -205,9 +205,9 @@ class Trainer:
                 report(f"step {state.step} minutes {state.trained_s / 60:.1f} loss {running / count:.4f} {evaluate()}")
                 running, count = 0.0, 0
                 last_evaluation = time.monotonic()
-        mean = running / count if count else float("nan")
         self.save()
-        report(f"step {state.step} minutes {state.trained_s / 60:.1f} loss {mean:.4f} {evaluate()}")
+        if count:  # otherwise the last line already says how the training stands
+            report(f"step {state.step} minutes {state.trained_s / 60:.1f} loss {running / count:.4f} {evaluate()}")
 
     def _step(self, loss_of: Callable[[*Item], Tensor], *item: *Item) -> float:
         """One optimizer step; returns the loss before it."""

@@ -108,9 +108,9 @@ def _decoder_rows(bench: Bench, cache: KeyValueCache, start: int, stop: int) -> 
 
 def _observed(bench: Bench, drafting: DraftRound, num_accepted: int, anchor: int) -> ObservedRound:
     assert drafting.foresight is not None, "the round ran to its end"
-    networks, log_p = bench.networks, drafting.foresight.log_p
+    networks = bench.networks
     return compact_round(
-        log_p,
+        drafting.outlook(drafting.foresight),
         networks.to_columns(drafting.block.token_ids),
         torch.tensor(drafting.block.confidences),
         RoundOutcome(

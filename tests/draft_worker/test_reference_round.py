@@ -1,15 +1,17 @@
 """A round of the packed, cached code gives the drafts of the un-packed reference written from the design."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from decoding.plan import PassPlan
+from decoding.pooling import DRAFT_SHARE
 from draft_worker.block import DraftBlock
 from draft_worker.foresight import foresee
 from draft_worker.refinement import Drafts, begin, refine, refresh
-from draft_worker.round import DraftRound, SelectionRule, fallback_block
+from draft_worker.round import DraftRound, SelectionRule, blocks_of, fallback_block
 from draft_worker.sequence import DraftSequence
 from tests.draft_worker.reference import Reference
 from tests.tiny.models import (
@@ -133,6 +135,31 @@ def test_whole_round_selects_and_drafts_as_the_reference(models: TinyModels) -> 
         found = round_.find(k, anchor)
         assert found is not None and found.token_ids == entry.block.token_ids
     assert round_.find(GAMMA, next(iter(stops))) is None
+
+
+def test_outcomes_are_scored_by_the_decoder_and_the_draft_model_together(models: TinyModels) -> None:
+    token_ids = PROMPT[:12]
+    networks = models.networks("trained")
+    rows = true_rows(models.runner(), token_ids)
+    sequence = drafted_sequence(networks, rows, token_ids, num_draft_tokens=GAMMA)
+    first = begin(sequence, [-1], [token_ids[-1]], GAMMA, torch.Generator().manual_seed(2))
+    (drafted,) = blocks_of(first)
+    assert drafted.logits is not None and drafted.logits.shape == (GAMMA, VOCAB_SIZE)
+    assert drafted.logits.argmax(-1).tolist() == list(drafted.token_ids)
+    log_p = Reference(networks, rows, token_ids).foresee([token_ids[-1], *drafted.token_ids], len(token_ids) - 1).log_p
+    pooled = log_p.clone()
+    pooled[:GAMMA] = (log_p[:GAMMA] + DRAFT_SHARE * drafted.logits).log_softmax(-1)
+    outcomes = []
+    for logits, expected in ((drafted.logits, pooled), (None, log_p)):
+        block = replace(drafted, logits=logits)
+        rule = SelectionRule(None, None, frozenset())
+        round_ = DraftRound(sequence, block, PassPlan(0, 0, 6), rule, torch.Generator())
+        list(round_.steps())
+        assert [list(outcome) for outcome in round_.outcomes] == outcomes_by_equation_6(
+            expected, drafted.token_ids, 6, set()
+        )
+        outcomes.append(round_.outcomes)
+    assert outcomes[0] != outcomes[1]
 
 
 def test_no_outcome_is_a_draft_token_that_would_have_been_accepted(models: TinyModels) -> None:

@@ -78,7 +78,7 @@ def test_observed_columns_lose_nothing(bench: Bench, monkeypatch: pytest.MonkeyP
         nonlocal checked
         kept = observed(bench, drafting, num_accepted, anchor)
         assert drafting.foresight is not None
-        log_p = drafting.foresight.log_p
+        log_p = drafting.outlook(drafting.foresight)
         assert kept.log_p.shape[1] < log_p.shape[1]
         drafts = networks.to_columns(drafting.block.token_ids)
         ends = networks.to_columns([END_ID])
