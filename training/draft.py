@@ -99,8 +99,10 @@ def draft_loss(run: DraftRun, batch: Batch, blocks: Blocks, generator: np.random
     logits = run.head.logits(hidden.view(b, n, run.num_slots, -1)[:, :, slots.first :][keep])
     if run.slot_weights == "uniform":
         return forward_kl(logits, teacher)
-    weights = reach_weights(text_probability(run, batch, slots, keep, logits), clean, REACH_FLOOR)
-    return forward_kl(logits, teacher, weights[keep])
+    reach = reach_weights(text_probability(run, batch, slots, keep, logits), clean, REACH_FLOOR)
+    weights = torch.where(keep, reach, 0)
+    # Every block counts the same: one with a long true prefix reaches more slots, and would drown those without.
+    return forward_kl(logits, teacher, (weights / weights.sum(-1, keepdim=True).clamp(min=1e-9))[keep])
 
 
 @torch.no_grad()

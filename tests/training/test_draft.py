@@ -112,6 +112,7 @@ def test_every_slot_is_taught_by_the_right_row(
     losses, weights = [], []
     for row, length in enumerate(batch.lengths):
         for block in range(4):
+            block_weights: list[float] = []
             reach = 1.0  # the drafter's own probability of the text's tokens before the draft, given ones apart
             for slot in range(NUM_SLOTS):
                 here = int(anchors[row, block]) + slot
@@ -121,11 +122,13 @@ def test_every_slot_is_taught_by_the_right_row(
                 teacher = F.linear(batch.last[row, taught_by], target.head[columns]).softmax(-1)
                 student = F.linear(hidden[row, block * NUM_SLOTS + slot], target.head[columns]).log_softmax(-1)
                 losses.append((teacher * (teacher.log() - student)).sum())
-                weights.append(1.0 if slot_weights == "uniform" else REACH_FLOOR + (1 - REACH_FLOOR) * reach)
+                block_weights.append(1.0 if slot_weights == "uniform" else REACH_FLOOR + (1 - REACH_FLOOR) * reach)
                 drafted = taught_by + 1
                 if drafted < length and drafted - int(anchors[row, block]) > int(clean[row, block]):
                     column = (columns == batch.token_ids[row, drafted]).nonzero()
                     reach *= student[column[0, 0]].exp().item() if len(column) else 0.0
+            total = 1.0 if slot_weights == "uniform" else sum(block_weights)  # by reach every block counts the same
+            weights += [weight / total for weight in block_weights]
     wanted = (torch.stack(losses) * torch.tensor(weights)).sum() / sum(weights)
     torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
 
