@@ -22,6 +22,7 @@ from modeling.vocabulary import DraftHead
 from training.blocks import Blocks, gather_rows, make_blocks, tiled_anchors
 from training.corpus import Batch, CorpusSequence, StateStore, batches, full_layer
 from training.loop import write_folder
+from training.losses import forward_kl
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,8 @@ def adapter_loss(run: AdapterRun, batch: Batch, blocks: Blocks) -> Tensor:
     cosine = (1 - F.cosine_similarity(mine.flatten(1), truth.flatten(1), dim=-1)).mean()
     loss = regression + cosine
     if run.kl_weight:
-        teacher = run.head.logits(gather_rows(batch.last, blocks.positions)[blocks.valid]).float().log_softmax(-1)
-        student = prediction.logits[blocks.valid].float().log_softmax(-1)
-        loss = loss + run.kl_weight * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+        teacher = run.head.logits(gather_rows(batch.last, blocks.positions)[blocks.valid])
+        loss = loss + run.kl_weight * forward_kl(prediction.logits[blocks.valid], teacher)
     return loss
 
 

@@ -69,13 +69,11 @@ def taught_blocks(run: DraftRun, batch: Batch, blocks: Blocks, rule: LabelRule) 
     hidden = block_hidden(run, batch, blocks, _masked_inputs(run, batch, blocks))
     hidden = hidden.view(b * n, run.num_slots, -1)[:, slots.first :]
     before = slots.before.flatten(1)
-    last = batch.token_ids.shape[1] - 1
     teacher = gather_rows(batch.last, before).view_as(hidden)
     if rule.labels == "greedy":
         columns = run.head.logits(teacher).argmax(-1)
     else:
-        tokens = gather_rows(batch.token_ids, (before + 1).clamp(max=last))
-        columns = run.head.columns[tokens].view(b * n, -1)
+        columns = run.head.columns[slots.text(batch)].view(b * n, -1)
     is_taught = slots.has_token.flatten(0, 1)
     return TaughtBlocks(
         hidden=hidden,

@@ -100,21 +100,9 @@ def draft_loss(run: DraftRun, batch: Batch, blocks: Blocks, generator: np.random
     if run.slot_weights == "uniform":
         return forward_kl(logits, teacher)
     reach = reach_weights(text_probability(run, batch, slots, keep, logits), clean, REACH_FLOOR)
-    weights = torch.where(keep, reach, 0)
+    weights = reach.where(keep, 0)
     # Every block counts the same: one with a long true prefix reaches more slots, and would drown those without.
     return forward_kl(logits, teacher, (weights / weights.sum(-1, keepdim=True).clamp(min=1e-9))[keep])
-
-
-@torch.no_grad()
-def text_probability(run: DraftRun, batch: Batch, slots: "DraftSlots", keep: Tensor, logits: Tensor) -> Tensor:
-    """Probability [b, N, D] that the drafter gives to the text's token after each slot; logits [rows, W] of the slots
-    where `keep` [b, N, D]. 0 elsewhere, and for tokens that the draft vocabulary lacks."""
-    after = (slots.before + 1).clamp(max=batch.token_ids.shape[1] - 1)
-    columns = run.head.columns[gather_rows(batch.token_ids, after.flatten(1)).view_as(after)][keep]
-    probability = logits.float().softmax(-1).gather(-1, columns.clamp(min=0)[:, None])[:, 0]
-    result = torch.zeros(keep.shape, device=logits.device)
-    result[keep] = torch.where(columns < 0, torch.zeros_like(probability), probability)
-    return result
 
 
 @dataclass(frozen=True)
@@ -129,6 +117,11 @@ class DraftSlots:
     before: Tensor
     has_token: Tensor
 
+    def text(self, batch: Batch) -> Tensor:
+        """The text's tokens [b, N, D] that the drafts stand for; any token where the text does not go on."""
+        after = (self.before + 1).clamp(max=batch.token_ids.shape[1] - 1)
+        return gather_rows(batch.token_ids, after.flatten(1)).view_as(after)
+
 
 def draft_slots(config: DraftConfig, batch: Batch, blocks: Blocks) -> DraftSlots:
     """Shifted, every slot drafts; in place, the anchor's has no use, and slot i is taught by the row before it."""
@@ -138,6 +131,17 @@ def draft_slots(config: DraftConfig, batch: Batch, blocks: Blocks) -> DraftSlots
     lengths = torch.tensor(batch.lengths, device=device)[:, None, None]
     is_block = blocks.valid.view(*blocks.anchors.shape, -1)[:, :, :1]
     return DraftSlots(first, before.clamp(max=batch.token_ids.shape[1] - 1), (before + 1 < lengths) & is_block)
+
+
+@torch.no_grad()
+def text_probability(run: DraftRun, batch: Batch, slots: DraftSlots, keep: Tensor, logits: Tensor) -> Tensor:
+    """Probability [b, N, D] that the drafter gives to the text's token after each slot; logits [rows, W] of the slots
+    where `keep` [b, N, D]. 0 elsewhere, and for tokens that the draft vocabulary lacks."""
+    columns = run.head.columns[slots.text(batch)][keep]
+    probability = F.cross_entropy(logits.float(), columns.clamp(min=0), reduction="none").neg().exp()
+    result = torch.zeros(keep.shape, device=logits.device)
+    result[keep] = probability.where(columns >= 0, 0)
+    return result
 
 
 @dataclass(frozen=True)
@@ -180,9 +184,7 @@ def held_out_blocks(
         anchors = random_anchors(batch, 24, generator)
         blocks = make_blocks(batch, *anchors, num_slots, config.architecture.group_size, causal=config.causal)
         slots = draft_slots(config, batch, blocks)
-        wanted_at = (slots.before + 1).clamp(max=batch.token_ids.shape[1] - 1)
-        wanted = gather_rows(batch.token_ids, wanted_at.flatten(1)).view_as(wanted_at)
-        yield HeldOutBlocks(batch, blocks, slots, wanted, slots.has_token.all(-1))
+        yield HeldOutBlocks(batch, blocks, slots, slots.text(batch), slots.has_token.all(-1))
 
 
 @torch.no_grad()

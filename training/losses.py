@@ -30,9 +30,8 @@ def forward_kl(logits: Tensor, teacher: Tensor, weights: Tensor | None = None) -
     """KL(teacher ‖ student) of rows of logits [rows, W], mean over rows, or their mean under `weights` [rows]."""
     student = logits.float().log_softmax(-1)
     teacher = teacher.float().log_softmax(-1)
-    if weights is None:
-        return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
-    return weighted_mean(F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1), weights)
+    divergence = F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
+    return divergence.mean() if weights is None else weighted_mean(divergence, weights)
 
 
 @torch.no_grad()
@@ -44,6 +43,6 @@ def reach_weights(chosen: Tensor, clean: Tensor, floor: float) -> Tensor:
     round ends at its first wrong draft, so what stands behind one matters only where it was right.
     """
     given = torch.arange(chosen.shape[-1], device=chosen.device) < clean[..., None]
-    reach = torch.where(given, torch.ones_like(chosen), chosen).cumprod(-1).roll(1, -1)
+    reach = chosen.where(~given, 1).cumprod(-1).roll(1, -1)
     reach[..., 0] = 1
     return floor + (1 - floor) * reach
