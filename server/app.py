@@ -8,7 +8,15 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server.build import package_version
 from server.errors import REQUEST_ID_HEADER, install_handlers
-from server.middleware import METRICS_PATH, OPEN_PATHS, KeyCheck, PathNormaliser, RequestIds, RequestLimits
+from server.middleware import (
+    METRICS_PATH,
+    OPEN_PATHS,
+    KeyCheck,
+    LingeringClose,
+    PathNormaliser,
+    RequestIds,
+    RequestLimits,
+)
 from server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.page import PAGE_PATHS
 from server.routes import create_router
@@ -68,6 +76,7 @@ def _add_layers(app: FastAPI, state: ServerState, spans: SpanSink | None) -> Non
         )
     if config.enable_request_id_headers:
         app.add_middleware(RequestIds)
+    app.add_middleware(LingeringClose)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -4,10 +4,12 @@ Starlette's base class for middleware hides a client's departure from the handle
 sees raw headers and paths only; what a body means is the application's business.
 """
 
+import asyncio
+import contextlib
 import logging
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +22,8 @@ MAX_LOGGED_CHARACTERS = 200
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 METRICS_PATH = "/metrics"
+LINGER_S = 5.0
+LINGER_IDLE_S = 1.0
 
 
 class RequestIds:
@@ -51,6 +55,53 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class LingeringClose:
+    """Before a connection closes, reads away what is left of the request's body, for a few seconds at most.
+
+    Closing a socket with unread input resets the connection, and a client still sending its body then fails before it
+    has read the answer: a refusal of a body that is too large, or one while shutting down. The answer is out by then;
+    only the message that ends it, and closes the connection, waits.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_read = False
+        closes = scope["http_version"] == "1.0" or _says_close(scope["headers"])
+
+        async def watched_receive() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = not message.get("more_body", False)
+            return message
+
+        async def send_and_linger(message: Message) -> None:
+            nonlocal closes
+            if message["type"] == "http.response.start":
+                closes = closes or _says_close(message["headers"])
+            elif closes and not is_read and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await read_away()
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        async def read_away() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    while not is_read:
+                        await asyncio.wait_for(watched_receive(), LINGER_IDLE_S)
+
+        await self._app(scope, watched_receive, send_and_linger)
+
+
+def _says_close(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"connection" and value.lower() == b"close" for name, value in headers)
 
 
 class PathNormaliser:

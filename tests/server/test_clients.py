@@ -159,3 +159,16 @@ async def test_what_is_no_http_gets_an_error_and_harms_nobody(start: ProcessFact
         assert await server.text(max_tokens=5) == "abcde"
         await rest(server)
         assert not server.logged("Traceback")
+
+
+async def test_upload_that_is_too_large_is_told_so(start: ProcessFactory) -> None:
+    """Not cut off while it is sending; and who announces a body and sends none does not keep the connection."""
+    async with start() as server:
+        for _ in range(10):
+            answer = await server.client.post("/v1/completions", content=b"x" * 30_000_000)
+            assert answer.status_code == 413, answer.text
+            assert answer.headers["Connection"] == "close"
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(JSON + b"Content-Length: 99999999\r\n\r\n{")
+        assert b"request_too_large" in await asyncio.wait_for(reader.read(), LIMIT_S)
+        writer.transport.abort()
