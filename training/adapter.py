@@ -21,6 +21,7 @@ from modeling.target import Target, read_checkpoint
 from modeling.vocabulary import DraftHead
 from training.blocks import Blocks, gather_rows, make_blocks, tiled_anchors
 from training.corpus import Batch, CorpusSequence, StateStore, batches, full_layer
+from training.foreseen import predicted_states
 from training.loop import write_folder
 from training.losses import forward_kl
 
@@ -64,20 +65,12 @@ def start_from_target(adapter: Adapter, folder: Path) -> None:
 
 def predict(run: AdapterRun, batch: Batch, blocks: Blocks) -> Prediction:
     """The adapter over all blocks, then the decoder on its deepest predictions."""
-    block_rotary = run.rotary.at(blocks.positions)
-    context_rotary = run.rotary.span(0, batch.token_ids.shape[1])
-    token_ids = torch.gather(batch.token_ids, 1, blocks.positions)
-    hidden = F.embedding(token_ids, run.target.embedding)
-    predicted = []
-    for placed in run.adapter.placed_layers():
-        context = run.adapter.context(placed, batch.taps, context_rotary)
-        hidden = block_layer(placed.layer, hidden, block_rotary, context, blocks.mask)
-        if placed.is_last:
-            predicted.append(hidden)
+    states = predicted_states(run.adapter, run.target, run.rotary, batch, blocks)
+    hidden, block_rotary = states[:, :, -1], run.rotary.at(blocks.positions)
     contexts = decoder_contexts(run, batch)
     for (_, layer), context in zip(run.decoder.placed_layers(), contexts, strict=True):
         hidden = block_layer(layer, hidden, block_rotary, context, blocks.mask)
-    return Prediction(torch.stack(predicted, dim=2), run.decoder.logits(hidden))
+    return Prediction(states, run.decoder.logits(hidden))
 
 
 @torch.no_grad()

@@ -15,25 +15,49 @@ from training.corpus import Batch
 
 
 @dataclass(frozen=True)
+class ForeseenRows:
+    """Predicted states of R positions in each sequence, and from where on each block reads them for the true ones.
+
+    taps [b, R, taps, hidden]; positions [b, R]; valid [b, R]: the position exists. starts [b, N]: a block sees true
+    states before its start, predicted ones from there to its anchor; none where its start is its anchor.
+    """
+
+    taps: Tensor
+    positions: Tensor
+    valid: Tensor
+    starts: Tensor
+
+
+@dataclass(frozen=True)
 class Blocks:
     """N blocks of T slots in each of b sequences, flattened to rows [b, N*T].
 
-    positions: absolute position of each slot. valid: the slot's position exists. mask: additive, context keys first.
+    positions: absolute position of each slot. valid: the slot's position exists. mask: additive; true context keys
+    first, then those of `foreseen` rows.
     """
 
     anchors: Tensor  # [b, N]
     positions: Tensor  # [b, N*T], clamped to the sequence where invalid
     valid: Tensor  # [b, N*T]
-    mask: Tensor  # [b, 1, group*N*T, L + N*T]
+    mask: Tensor  # [b, 1, group*N*T, L + R + N*T]
     num_slots: int
+    foreseen: ForeseenRows | None = None
 
 
 def make_blocks(
-    batch: Batch, anchors: Tensor, anchor_valid: Tensor, num_slots: int, group: int, *, causal: bool = True
+    batch: Batch,
+    anchors: Tensor,
+    anchor_valid: Tensor,
+    num_slots: int,
+    group: int,
+    *,
+    causal: bool = True,
+    foreseen: ForeseenRows | None = None,
 ) -> Blocks:
     """Blocks at `anchors` [b, N]; `anchor_valid` marks the ones that are not padding.
 
-    A slot sees its block's slots up to itself, or all of them where the block is not `causal`.
+    A slot sees its block's slots up to itself, or all of them where the block is not `causal`; of the context the true
+    states before its anchor, unless some of them are `foreseen`.
     """
     device = batch.taps.device
     b, n = anchors.shape
@@ -43,15 +67,21 @@ def make_blocks(
     lengths = torch.tensor(batch.lengths, device=device)[:, None]
     valid = (positions < lengths) & anchor_valid.repeat_interleave(num_slots, dim=1)
     positions = positions.clamp(max=length - 1)
-    row_anchor = anchors.repeat_interleave(num_slots, dim=1)
-    context = torch.arange(length, device=device)[None, None, :] < row_anchor[:, :, None]
+    row_anchor = anchors.repeat_interleave(num_slots, dim=1)[:, :, None]
+    if foreseen is None:
+        context = torch.arange(length, device=device) < row_anchor
+    else:
+        row_start = foreseen.starts.repeat_interleave(num_slots, dim=1)[:, :, None]
+        at = foreseen.positions[:, None, :]
+        predicted = (at >= row_start) & (at < row_anchor) & foreseen.valid[:, None, :]
+        context = torch.cat((torch.arange(length, device=device) < row_start, predicted), dim=-1)
     block = torch.arange(n, device=device).repeat_interleave(num_slots)
     offset = slots.repeat(n)
     own = block[:, None] == block[None, :]
     if causal:
         own = own & (offset[:, None] >= offset[None, :])
     visible = torch.cat((context, own.expand(b, -1, -1)), dim=-1)
-    return Blocks(anchors, positions, valid, grouped_mask(visible, group, batch.taps.dtype), num_slots)
+    return Blocks(anchors, positions, valid, grouped_mask(visible, group, batch.taps.dtype), num_slots, foreseen)
 
 
 def tiled_anchors(batch: Batch, num_slots: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:

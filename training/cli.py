@@ -118,6 +118,11 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
         default="uniform",
         help="what a slot counts: all alike, or as often as a round gets so far",
     )
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        help="let most blocks read the states that it predicts, as they will (default: true ones)",
+    )
 
 
 def _add_backbone(parser: argparse.ArgumentParser) -> None:

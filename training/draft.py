@@ -22,6 +22,7 @@ from modeling.target import Target, read_checkpoint
 from modeling.vocabulary import DraftHead
 from training.blocks import Blocks, gather_rows, make_blocks, random_anchors
 from training.corpus import Batch, CorpusSequence, StateStore, batches
+from training.foreseen import StatePredictor, foresee
 from training.loop import write_folder
 from training.losses import forward_kl, reach_weights
 
@@ -32,7 +33,7 @@ REACH_FLOOR = 0.1
 
 @dataclass(frozen=True)
 class DraftRun:
-    """Everything a forward pass needs."""
+    """Everything a forward pass needs. `predictor`: blocks read states as it predicts them; None: true ones."""
 
     model: DraftModel
     target: Target
@@ -42,6 +43,7 @@ class DraftRun:
     num_anchors: int
     schedule: PrefixSchedule
     slot_weights: SlotWeights = "uniform"
+    predictor: StatePredictor | None = None
 
 
 def clean_lengths(schedule: PrefixSchedule, count: int, num_slots: int, generator: np.random.Generator) -> np.ndarray:
@@ -79,6 +81,11 @@ def block_hidden(run: DraftRun, batch: Batch, blocks: Blocks, inputs: Tensor) ->
     """Normed rows [b, rows, hidden] of the draft model over all blocks."""
     context_rotary = run.rotary.span(0, batch.token_ids.shape[1])
     feature = run.model.feature(batch.taps)
+    if blocks.foreseen is not None:
+        b, length, _ = feature.shape
+        true = torch.arange(length, device=feature.device).expand(b, -1)
+        context_rotary = run.rotary.at(torch.cat((true, blocks.foreseen.positions), dim=1))
+        feature = torch.cat((feature, run.model.feature(blocks.foreseen.taps)), dim=1)
     hidden = F.embedding(inputs, run.target.embedding)
     rotary = run.rotary.at(blocks.positions)
     for layer in run.model.decoder_layers():
@@ -146,12 +153,21 @@ def text_probability(run: DraftRun, batch: Batch, slots: DraftSlots, keep: Tenso
 
 @dataclass(frozen=True)
 class DraftReport:
-    """Tokens a round on held-out greedy text with true states, after J = 0, 1, 2, 3 passes, bonus included."""
+    """Tokens a round on held-out greedy text after J = 0, 1, 2, 3 passes, bonus included.
+
+    tau: from true states. foreseen: where the last states before an anchor are predicted, if the run has a predictor.
+    """
 
     tau: list[float]
+    foreseen: list[float] | None = None
 
     def line(self) -> str:
-        return "tau " + " ".join(f"J{passes} {value:.3f}" for passes, value in enumerate(self.tau))
+        line = "tau " + self._by_passes(self.tau)
+        return line if self.foreseen is None else f"{line}; from predicted states {self._by_passes(self.foreseen)}"
+
+    @staticmethod
+    def _by_passes(tau: Sequence[float]) -> str:
+        return " ".join(f"J{passes} {value:.3f}" for passes, value in enumerate(tau))
 
 
 @dataclass(frozen=True)
@@ -174,15 +190,25 @@ class HeldOutBlocks:
 
 
 def held_out_blocks(
-    config: DraftConfig, num_slots: int, store: StateStore, held_out: Sequence[CorpusSequence], device: torch.device
+    config: DraftConfig,
+    num_slots: int,
+    store: StateStore,
+    held_out: Sequence[CorpusSequence],
+    device: torch.device,
+    predictor: StatePredictor | None = None,
 ) -> Iterator[HeldOutBlocks]:
-    """The same blocks every time, of greedy responses where there are some."""
+    """The same blocks every time, of greedy responses where there are some; with a predictor the last states before
+    an anchor are predicted."""
     generator = np.random.default_rng(7)
     greedy = [sequence for sequence in held_out if sequence.temperature == 0] or held_out
     for group in batches(greedy, 2500, np.random.default_rng(3)):
         batch = store.batch(group, device)
-        anchors = random_anchors(batch, 24, generator)
-        blocks = make_blocks(batch, *anchors, num_slots, config.architecture.group_size, causal=config.causal)
+        anchors, valid = random_anchors(batch, 24, generator)
+        foreseen = None
+        if predictor is not None:
+            foreseen = foresee(predictor, batch, anchors, np.random.default_rng(9), share=1.0)
+        group_size = config.architecture.group_size
+        blocks = make_blocks(batch, anchors, valid, num_slots, group_size, causal=config.causal, foreseen=foreseen)
         slots = draft_slots(config, batch, blocks)
         yield HeldOutBlocks(batch, blocks, slots, slots.text(batch), slots.has_token.all(-1))
 
@@ -192,10 +218,23 @@ def evaluate_draft(
     run: DraftRun, store: StateStore, held_out: Sequence[CorpusSequence], max_passes: int = 3
 ) -> DraftReport:
     """Draft at random anchors of greedy responses and count how far each draft follows the target's text."""
+    tau = _held_out_tau(run, store, held_out, max_passes, None)
+    if run.predictor is None:
+        return DraftReport(tau)
+    return DraftReport(tau, _held_out_tau(run, store, held_out, max_passes, run.predictor))
+
+
+def _held_out_tau(
+    run: DraftRun,
+    store: StateStore,
+    held_out: Sequence[CorpusSequence],
+    max_passes: int,
+    predictor: StatePredictor | None,
+) -> list[float]:
     generator = np.random.default_rng(7)
     committed = [0.0] * (max_passes + 1)
     count = 0
-    for case in held_out_blocks(run.model.config, run.num_slots, store, held_out, run.target.device):
+    for case in held_out_blocks(run.model.config, run.num_slots, store, held_out, run.target.device, predictor):
         b, n, _ = case.wanted.shape
         zero = torch.zeros(b, n, dtype=torch.long, device=run.target.device)
         inputs = noised_inputs(run, case.batch, case.blocks, zero, generator).view(b, n, run.num_slots)
@@ -206,7 +245,7 @@ def evaluate_draft(
             committed[passes] += case.num_committed(drafts)
             inputs = torch.cat((inputs[:, :, :1], drafts[:, :, : run.num_slots - 1]), dim=-1)
         count += int(case.is_whole.sum())
-    return DraftReport([total / max(count, 1) for total in committed])
+    return [total / max(count, 1) for total in committed]
 
 
 def draft_batches(
@@ -217,10 +256,12 @@ def draft_batches(
     while True:
         for group in batches(sequences, num_tokens, generator):
             batch = store.batch(group, run.target.device)
-            anchors = random_anchors(batch, run.num_anchors, generator)
-            shape = run.model.config
+            anchors, valid = random_anchors(batch, run.num_anchors, generator)
+            shape, slots = run.model.config, run.num_slots
             group_size = shape.architecture.group_size
-            yield batch, make_blocks(batch, *anchors, run.num_slots, group_size, causal=shape.causal)
+            foreseen = None if run.predictor is None else foresee(run.predictor, batch, anchors, generator)
+            blocks = make_blocks(batch, anchors, valid, slots, group_size, causal=shape.causal, foreseen=foreseen)
+            yield batch, blocks
 
 
 def start_from_target(model: DraftModel, folder: Path, sources: Sequence[int]) -> None:

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from modeling.draft_model import Inputs
+from modeling.adapter import check_adapter_fits, load_adapter
+from modeling.draft_model import DraftConfig, Inputs
 from modeling.layers import RotaryTable
+from modeling.target import Target
 from modeling.vocabulary import DraftHead
 from training.blocks import Blocks
 from training.corpus import Batch
@@ -20,6 +24,7 @@ from training.draft import (
     evaluate_draft,
     save_draft,
 )
+from training.foreseen import StatePredictor
 from training.loop import Trainer
 from training.output import StopRequest, exclusive
 from training.session import open_corpus, open_target, prepare_data, reporter
@@ -31,17 +36,20 @@ MAX_PASSES = 3
 
 @dataclass(frozen=True)
 class DraftOptions(BackboneOptions):
-    """The command's flags."""
+    """The command's flags. `adapter`: predicts states for most blocks; None: they read true ones."""
 
     inputs: Inputs | None
     schedule: PrefixSchedule
     slot_weights: SlotWeights
+    adapter: Path | None
 
 
 def train_draft(options: DraftOptions) -> None:
     """Train until the minutes are used up. Raises `InputError`, `UnsupportedModel` or OSError."""
     method = Method("draft", inputs=options.inputs)
-    train_draft_model(method, options, options.schedule, equation_nine, MAX_PASSES, options.slot_weights)
+    train_draft_model(
+        method, options, options.schedule, equation_nine, MAX_PASSES, options.slot_weights, options.adapter
+    )
 
 
 def equation_nine(run: DraftRun, seed: int) -> BlockLoss:
@@ -57,6 +65,7 @@ def train_draft_model(
     loss_of: Callable[[DraftRun, int], BlockLoss],
     max_passes: int,
     slot_weights: SlotWeights = "uniform",
+    adapter: Path | None = None,
 ) -> None:
     """Train one kind of draft model by a loss; its evaluations go up to J = `max_passes`. Raises as `train_draft`."""
     device = options.place.prepare()
@@ -67,6 +76,7 @@ def train_draft_model(
         start = prepare_start(method, options, files, target, corpus)
         config = start.model.config
         data = prepare_data(options, corpus, files, target, config.tap_layers)
+        loop = options.loop_config(device)
         run = DraftRun(
             model=start.model.to(device).train().requires_grad_(True),
             target=target,
@@ -76,8 +86,11 @@ def train_draft_model(
             num_anchors=options.anchors,
             schedule=schedule,
             slot_weights=slot_weights,
+            predictor=None
+            if adapter is None
+            else open_predictor(adapter, config, target, corpus.longest, loop.bfloat16),
         )
-        trainer = Trainer(run.model, options.loop_config(device), options.output)
+        trainer = Trainer(run.model, loop, options.output)
         seed = options.seed + trainer.state.step
 
         def evaluate() -> str:
@@ -94,3 +107,13 @@ def train_draft_model(
                 reporter(options.output),
                 stop,
             )
+
+
+def open_predictor(
+    folder: Path, config: DraftConfig, target: Target, num_positions: int, bfloat16: bool
+) -> StatePredictor:
+    """An adapter for the draft model's taps. Raises `UnsupportedModel` naming what does not fit."""
+    adapter = load_adapter(folder, torch.float32, target.device)
+    check_adapter_fits(adapter.config, config.tap_layers, target.architecture)
+    rotary = RotaryTable(target.architecture, num_positions, target.dtype, target.device)
+    return StatePredictor(adapter, target, rotary, bfloat16)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.training.texts import CPU, States
-from training.blocks import Blocks, gather_rows, make_blocks, random_anchors, tiled_anchors
+from training.blocks import Blocks, ForeseenRows, gather_rows, make_blocks, random_anchors, tiled_anchors
 from training.corpus import Batch
 
 NUM_SLOTS = 4
@@ -34,6 +34,23 @@ def test_mask_against_a_naive_construction(batch: Batch, blocks: Blocks) -> None
             first = query - query % NUM_SLOTS
             own = {length + key for key in range(first, query + 1)}  # causal, and nothing of other blocks
             assert seen == context | own
+
+
+def test_mask_where_states_are_foreseen(batch: Batch) -> None:
+    """True keys before a block's start, predicted ones from there to its anchor, and no padding."""
+    length = batch.token_ids.shape[1]
+    anchors, starts = torch.tensor([[6, 9, 7]]).expand(3, -1), torch.tensor([[4, 9, 5]]).expand(3, -1)
+    positions = torch.tensor([[4, 5, 6, 7, 8, 5]]).expand(3, -1)
+    is_row = torch.tensor([[True] * 5 + [False]]).expand(3, -1)
+    foreseen = ForeseenRows(torch.zeros(3, 6, 2, 4), positions, is_row, starts)
+    made = make_blocks(batch, anchors, torch.ones(3, 3, dtype=torch.bool), NUM_SLOTS, GROUP, foreseen=foreseen)
+    predicted = [{4, 5}, set(), {5, 6}]
+    for query in range(3 * NUM_SLOTS):
+        block = query // NUM_SLOTS
+        seen = set(torch.isfinite(made.mask[1, 0, query]).nonzero().flatten().tolist())
+        context = set(range(int(starts[0, block])))
+        own = {length + 6 + key for key in range(block * NUM_SLOTS, query + 1)}
+        assert seen == context | {length + place - 4 for place in predicted[block]} | own
 
 
 def test_mask_is_the_same_for_every_head_of_a_group(blocks: Blocks) -> None:

@@ -101,6 +101,19 @@ def test_adapter_trains_resumes_and_is_served(
     assert len(list((tmp_path / "states").glob("*.bin"))) == 1, "both trainings share their states"
 
 
+def test_a_draft_trains_on_the_states_of_an_adapter(
+    train: Command, models_folder: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluated on both kinds of states; an adapter of other taps is refused."""
+    init, adapter = str(models_folder.draft("trained")), str(models_folder.adapter())
+    assert train("draft", init=init, adapter=adapter) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tau" in line]
+    assert len(lines) == 2
+    assert all(line.count("J3") == 2 and "; from predicted states J0" in line for line in lines)
+    assert train("draft", adapter=adapter, tap_layers="0,3", output=str(tmp_path / "other")) == 2
+    assert "adapter predicts layers [1, 3], the draft model reads [0, 3]" in last_error(capsys)
+
+
 def test_an_adapter_starts_from_another(train: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("draft", steps="1") == 0
     draft, first = str(tmp_path / "draft" / "draft"), tmp_path / "adapter" / "adapter"
