@@ -97,7 +97,7 @@ def plan_acceptance(parsed: argparse.Namespace) -> AcceptancePlan:
     if OURS in files:
         calibrations = {budget: read_calibration(path) for budget, path in files[OURS].calibrations}
         notes += [
-            f"no calibration for budget {budget}: jetspec++ ranks outcomes by the decoder alone"
+            f"no calibration for budget {budget}: jetspec++ ranks outcomes uncalibrated"
             for budget in budgets
             if budget not in calibrations
         ]

@@ -46,7 +46,7 @@ def _calibration(config: ServeConfig, shipped: ShippedWeights | None) -> Path | 
         return file
     if shipped is None or shipped.calibration is None or config.draft_model is not None:
         return None
-    # Fitted to the shipped draft model and to no other. A budget without one ranks by the decoder alone.
+    # Fitted to the shipped draft model and to no other. A budget without one ranks uncalibrated (equation 6).
     fitted = _file_of_budget(shipped.calibration, config)
     return fitted if fitted.is_file() else None
 

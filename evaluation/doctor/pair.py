@@ -77,7 +77,7 @@ def _draft_limits(config: ServeConfig, draft: DraftConfig, target: Architecture)
 def _calibration(config: ServeConfig, files: DraftFiles) -> Finding:
     budget = config.num_speculative_tokens + 1
     if files.calibration is None:
-        text = f"none for a budget of {budget} rows: outcomes are ranked by the decoder alone"
+        text = f"none for a budget of {budget} rows: outcomes are ranked uncalibrated"
         return note("calibration", text)
     try:
         Calibration.from_json(files.calibration.read_text(encoding="utf-8"))
