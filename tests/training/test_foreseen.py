@@ -1,4 +1,4 @@
-"""States as a drafter has them: which of them are predicted, and that a draft model learns from them."""
+"""States as a drafter has them: which of them are predicted, and from what."""
 
 from dataclasses import replace
 
